@@ -18,11 +18,13 @@ class Settings:
     dtype: compute type. "auto" is the checkpoint's own (bfloat16 for the release).
     threads: CPU threads; None is the number of physical cores.
     prefill_chunk: tokens computed together while reading a prompt; bounds scratch memory.
+    mtp: keep the MTP layer's caches current, so that sessions can draft tokens.
     """
 
     dtype: Dtype = "auto"
     threads: int | None = None
     prefill_chunk: int = 512
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32"):

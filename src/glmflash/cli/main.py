@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from glmflash._version import __version__
@@ -52,16 +51,11 @@ def options(
 def main() -> None:
     """Run the command line; a GlmflashError is one line on stderr and its exit code."""
     try:
-        app(standalone_mode=False)
+        app()
     except GlmflashError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         sys.exit(130)
 
