@@ -124,7 +124,7 @@ def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, unless a name occurs twice or a text is not valid Unicode (it could not be printed)."""
+    """An object, unless a name occurs twice or a text is no valid Unicode, hence not printable."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         name.encode()
