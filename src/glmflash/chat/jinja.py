@@ -5,9 +5,9 @@ how to keep what users wrote apart from what the template wrote. Knows no gramma
 
 A template gives one string, in which a user's "<|user|>" would look like the template's. So
 before rendering, each character that can begin a control token is replaced, in every string of
-the conversation, by a private character that occurs nowhere in it; afterwards control tokens are
-cut out and the characters are put back in the text between them. However a template joins the
-strings it was given, they cannot spell a control token.
+the conversation, by a stand-in that occurs nowhere in it; afterwards control tokens are cut out
+and the characters are put back in the text between them. However a template joins the strings
+it was given, they cannot spell a control token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glmflash.chat import effort as efforts
-from glmflash.chat.history import Piece, in_call_order, pieces, thought_and_answer
+from glmflash.chat.history import Piece, in_call_order, output_text, pieces, thought_and_answer
 from glmflash.chat.messages import (
     AudioPart,
     ImagePart,
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 FILE = "chat_template.jinja"
 
 _FIRST_CHARACTERS = sorted({token[0] for token in CONTROL_TOKENS})
-_PRIVATE_PLANE = range(0xF0000, 0xFFFFE)
+# Rare ideographs: unlike private-use characters, they survive a template that prints a list
+_STAND_INS = range(0x20000, 0x2A6E0)
 
 
 class JinjaTemplate:
@@ -137,7 +138,9 @@ def _tojson(
 ) -> str:
     # jinja's own filter escapes HTML, which the model was not trained on
     if ensure_ascii:
-        raise ValueError("tojson(ensure_ascii=true) would hide the marks that protect user text")
+        raise ValueError(
+            "tojson(ensure_ascii=true) would hide the stand-ins that protect user text"
+        )
     return json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -177,7 +180,7 @@ def _list_of_results(turn: Message) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for part in turn.parts:
         if isinstance(part, ToolOutputPart):
-            found.append({"output": "" if part.output is None else part.output})
+            found.append({"output": output_text(part)})
         elif isinstance(part, ToolReferencePart):
             found.append({"type": "tool_reference", "name": part.name})
         else:
@@ -212,10 +215,10 @@ def _strings(value: object) -> Iterator[str]:
 
 def _masks(strings: Iterator[str]) -> tuple[dict[int, str], dict[int, str]]:
     used = set().union(*strings)
-    free = (chr(code) for code in _PRIVATE_PLANE if chr(code) not in used)
+    free = (chr(code) for code in _STAND_INS if chr(code) not in used)
     pairs = list(zip(_FIRST_CHARACTERS, free, strict=False))
     if len(pairs) < len(_FIRST_CHARACTERS):
-        raise RequestError("the conversation uses every private character there is")
+        raise RequestError("the conversation uses every stand-in character there is")
     return {ord(c): f for c, f in pairs}, {ord(f): c for c, f in pairs}
 
 
