@@ -217,7 +217,8 @@ def cache_shape(config: Config) -> CacheShape:
 class FixedState:
     """Elements per sequence that do not grow with it.
 
-    recurrent: KDA states [layers, heads, dim, dim]. conv: the last kernel - 1 columns of q, k and v.
+    recurrent: KDA states [layers, heads, dim, dim]. conv: the last kernel - 1 columns of
+    q, k and v.
     open_pool: index key and gate of each token of the pool being filled, per indexer.
     """
 
