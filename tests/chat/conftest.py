@@ -29,6 +29,7 @@ CORPUS = [
     "You may call one or more functions to assist with the user query. The model's own words.",
     '{"name": "weather", "description": "Get weather", "parameters": {"type": "object"}}',
     "def f(x):\n    return x + 1\n\n\nprint(f(2))\n",
+    "<|x|> <|y|> </b> </i> <tag> [MASKED] a || b // use think tool user system",
     "東京の天気は晴れです。東京は日本の首都です。Straße, café, naïve. Привет, мир! 🙂🙂🌍",
 ] * 4
 

@@ -199,6 +199,16 @@ RULES: dict[str, tuple[list[Message], list[Tool], str]] = {
         [],
         "<|assistant|><think>a</think><|begin_of_image|><|image|><|end_of_image|>",
     ),
+    "tags on both sides of pictures": (
+        [
+            Message(
+                "assistant",
+                ["<think>a", ImagePart(b""), "b<think>c</think>", ImagePart(b""), "d</think> e"],
+            )
+        ],
+        [],
+        "<|assistant|><think>c</think>e",
+    ),
     "values that are no strings are JSON": (
         [
             Message(
