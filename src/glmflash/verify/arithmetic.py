@@ -254,14 +254,14 @@ class Layout:
     bytes_per_token: Fraction
 
 
-def layouts(config: Config) -> list[Layout]:
-    """The storage layouts worth naming, the plainest first."""
+def layouts(config: Config, mtp: bool = True) -> list[Layout]:
+    """The storage layouts worth naming, the plainest first. mtp: False if the files lack it."""
     shape = cache_shape(config)
     found = [
         Layout("fp8", shape.formula(1), shape.per_token(1)),
         Layout("bf16", shape.formula(2), shape.per_token(2)),
     ]
-    if shape.mtp_layers:
+    if shape.mtp_layers and mtp:
         for name, size in (("fp8 with MTP", 1), ("bf16 with MTP", 2)):
             formula = shape.formula(size, mtp=True)
             found.append(Layout(name, formula, shape.per_token(size, mtp=True)))

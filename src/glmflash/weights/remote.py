@@ -70,7 +70,7 @@ def locate(target: str) -> Location | None:
     hub = _endpoint()
     if not re.match("https?://", target):
         repository = _HUB_ID.fullmatch(target)
-        if not repository:
+        if not repository or target.endswith((".json", ".safetensors")):  # a mistyped path
             return None
         return Location(target, (_resolve(hub, repository["id"], repository["revision"]),), None)
     url = re.split("[?#]", target)[0].rstrip("/")
@@ -137,6 +137,11 @@ def _fetch_folder(reader: _Reader, folder: str, progress: Progress | None) -> Re
         raise RemoteError(
             f"{folder}: has a config.json but neither {INDEX_NAME} nor {SINGLE_NAME}; "
             f"give {folder}/config.json to count from the config alone"
+        )
+    if config is None:
+        raise CheckpointError(
+            f"{folder}: has weights but no config.json, so they cannot be checked; "
+            "give the address of one .safetensors file"
         )
     template = reader.small(f"{folder}/chat_template.jinja", MAX_TEMPLATE)
     shards = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
