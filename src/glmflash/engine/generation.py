@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from glmflash.chat.media import Image, PreparedMedia, Video
-from glmflash.chat.messages import ImagePart, Message, VideoPart
+from glmflash.chat.messages import ImagePart, Message
 from glmflash.chat.stream import ThoughtSplitter
-from glmflash.chat.template import render
+from glmflash.chat.template import MediaSlot, Segment, render
 from glmflash.engine.sampler import Sampler
 from glmflash.engine.types import Delta, Generation, SamplingParams, Timings, Usage
 from glmflash.errors import RequestError
@@ -31,8 +31,8 @@ def encode(
         if media:
             raise RequestError("messages carry their media as parts; do not pass media beside them")
         messages = [m for m in prompt if isinstance(m, Message)]
-        prepared = engine.prepare(media_of(messages))
         segments = render(messages, effort=params.effort)
+        prepared = engine.prepare(media_of(segments))
         ids = engine.need_tokenizer().encode_segments(segments, prepared)
     else:
         ids = engine.check_tokens([t for t in prompt if not isinstance(t, Message)])
@@ -44,16 +44,10 @@ def encode(
     return ids, prepared
 
 
-def media_of(messages: Sequence[Message]) -> list[Media]:
-    """Pictures and videos of a conversation, in order of appearance."""
-    found: list[Media] = []
-    for message in messages:
-        for part in message.content if isinstance(message.content, (list, tuple)) else ():
-            if isinstance(part, ImagePart):
-                found.append(Image(part.source))
-            elif isinstance(part, VideoPart):
-                found.append(Video(part.source))
-    return found
+def media_of(segments: Sequence[Segment]) -> list[Media]:
+    """Pictures and videos of a rendered prompt, in its order: tool results may change places."""
+    parts = [segment.part for segment in segments if isinstance(segment, MediaSlot)]
+    return [Image(p.source) if isinstance(p, ImagePart) else Video(p.source) for p in parts]
 
 
 def run(
