@@ -120,7 +120,7 @@ def text_config(**overrides: Any) -> dict[str, Any]:
     return values
 
 
-def vision_config(hidden_size: int, **overrides: Any) -> dict[str, Any]:
+def vision_config(hidden_size: int, /, **overrides: Any) -> dict[str, Any]:
     """Vision values of the tiny model; `hidden_size` is the width of the text model."""
     values = {
         "model_type": "glm5_next_vision",
