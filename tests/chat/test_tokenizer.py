@@ -161,8 +161,8 @@ def test_media_expand_in_order(tokenizer: Tokenizer, library: Library) -> None:
     [
         (["image"], [], "1 places for media, but 0 were given"),
         ([], [IMAGE], "0 places for media, but 1 were given"),
-        (["image"], [VIDEO], "medium 1 is a video, but its place is for a image"),
-        (["image", "video"], [VIDEO, IMAGE], "medium 1 is a video"),
+        (["image"], [VIDEO], "medium 1 is of kind video, its place of kind image"),
+        (["image", "video"], [VIDEO, IMAGE], "medium 1 is of kind video"),
         (["video"], [Medium("video", 2, 2, (0.0,))], "2 slices but 1 times"),
     ],
 )

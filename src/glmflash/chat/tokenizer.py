@@ -178,7 +178,7 @@ class Tokenizer:
     def _expand(self, slot: MediaSlot, medium: Prepared) -> list[int]:
         if slot.kind != medium.kind:
             raise MediaError(
-                f"medium {slot.index + 1} is a {medium.kind}, but its place is for a {slot.kind}"
+                f"medium {slot.index + 1} is of kind {medium.kind}, its place of kind {slot.kind}"
             )
         begin, patch, end = map(self.control, slot_tokens("image"))
         picture = [begin, *[patch] * medium.tokens, end]
