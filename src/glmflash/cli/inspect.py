@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os.path
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,11 +39,11 @@ def inspect(
       glmflash inspect ./checkpoint --json
     """
     from glmflash.cli.common import console, print_json
-    from glmflash.cli.facts import fetching
+    from glmflash.cli.facts import fetching, uncollected
     from glmflash.verify.inspect import report
     from glmflash.verify.subject import open_subject
 
-    with fetching() as progress:
+    with uncollected(), fetching() as progress:
         facts = report(open_subject(target, progress))
     if json_:
         print_json(facts)
@@ -133,23 +133,18 @@ def _print_stored(screen: Console, facts: dict[str, Any]) -> None:
 
 
 def _print_shards(screen: Console, shards: dict[str, int]) -> None:
-    """Bytes of tensors by shard; what all names share is said once."""
+    """Bytes of tensors by shard; of numbered names only the number is repeated."""
     from glmflash.cli.facts import table
 
     if not shards:
         return
-    names = list(shards)
-    start = len(os.path.commonprefix(names)) if len(names) > 1 else 0
-    end = len(os.path.commonprefix([name[start:][::-1] for name in names])) if start else 0
-    marks = [name[start : len(name) - end] for name in names]
-    pattern = f"{names[0][:start]}*{names[0][len(names[0]) - end :]}" if start else names[0]
-    columns = min(SHARD_COLUMNS, len(names))
-    rows = table(*(["shard", "bytes"] * columns))
-    cells = [(mark, f"{shards[name]:,}") for mark, name in zip(marks, names, strict=True)]
+    marks = [re.sub(r"model-(\d+)-of-\d+\.safetensors", r"\1", name) for name in shards]
+    columns = min(SHARD_COLUMNS, len(marks)) if all(map(str.isdecimal, marks)) else 1
+    screen.print()
+    rows = table(*(["shard", "bytes of tensors"] * columns))
+    cells = [(mark, f"{nbytes:,}") for mark, nbytes in zip(marks, shards.values(), strict=True)]
     for first in range(0, len(cells), columns):
         rows.add_row(*(text for cell in cells[first : first + columns] for text in cell))
-    screen.print()
-    screen.print(f"{len(names)} shards {pattern}" if start else pattern, markup=False)
     screen.print(rows)
     screen.print()
 

@@ -78,19 +78,24 @@ class Counts:
 
 def count(entries: Iterable[Entry]) -> Counts:
     """Add up stored tensors. Components keep the order of COMPONENTS, guesses follow."""
+    # Tens of thousands of expert tensors are alike: sort them into kinds first.
+    kinds = Counter(
+        (component, dtype, shape, nbytes, name.endswith(SCALE_SUFFIX))
+        for name, shape, dtype, component, nbytes in entries
+    )
     parameters: Counter[str] = Counter()
     component_bytes: Counter[str] = Counter()
     dtype_bytes: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     scale_bytes = 0
-    for name, shape, dtype, component, nbytes in entries:
-        if name.endswith(SCALE_SUFFIX):
-            scale_bytes += nbytes
+    for (component, dtype, shape, nbytes, scale), times in kinds.items():
+        if scale:
+            scale_bytes += times * nbytes
         else:
-            parameters[component] += prod(shape)
-        component_bytes[component] += nbytes
-        dtype_bytes[dtype] += nbytes
-        dtypes[dtype] += 1
+            parameters[component] += times * prod(shape)
+        component_bytes[component] += times * nbytes
+        dtype_bytes[dtype] += times * nbytes
+        dtypes[dtype] += times
     order = {name: place for place, name in enumerate(COMPONENTS)}
 
     def ordered(counter: Counter[str]) -> dict[str, int]:
@@ -149,17 +154,22 @@ def active(config: Config, counts: Counts) -> Active:
 class CacheShape:
     """Elements that grow with the sequence.
 
-    latent_layers x latent_width: the attention latent (with rotary part, where there is one).
+    latent_layers x (rank + rotary): the attention latent and, where there is one, its rotary part.
     key_layers x key_width / pool: index keys; `pool` tokens share one key (1: no pooling).
     mtp_layers: further layers of both kinds that the MTP layer adds.
     """
 
     latent_layers: int
-    latent_width: int
+    rank: int
+    rotary: int
     key_layers: int
     key_width: int
     pool: int
     mtp_layers: int
+
+    @property
+    def latent_width(self) -> int:
+        return self.rank + self.rotary
 
     def per_token(
         self, size: int, *, mtp: bool = False, scales: bool = False, pooled: bool = True
@@ -182,7 +192,8 @@ class CacheShape:
         """How `per_token` comes about, for people."""
         more = self.mtp_layers if mtp else 0
         times = "" if size == 1 else f" x {size} B"
-        latent = f"{self.latent_layers + more} x {self.latent_width}"
+        width = f"({self.rank} + {self.rotary} rotary)" if self.rotary else f"{self.rank}"
+        latent = f"{self.latent_layers + more} x {width}"
         keys = f"{self.key_layers + more} x {self.key_width}"
         if pooled and self.pool > 1:
             keys += f"/{self.pool}"
@@ -197,7 +208,8 @@ def cache_shape(config: Config) -> CacheShape:
         sparse = [i for i, kind in enumerate(text.layer_types) if kind == "sparse_attention"]
         return CacheShape(
             latent_layers=len(sparse),
-            latent_width=text.kv_lora_rank,
+            rank=text.kv_lora_rank,
+            rotary=0,
             key_layers=sum(text.indexer_types[i] == "full" for i in sparse),
             key_width=text.index_head_dim,
             pool=text.index_kpool,
@@ -205,7 +217,8 @@ def cache_shape(config: Config) -> CacheShape:
         )
     return CacheShape(
         latent_layers=config.num_hidden_layers,
-        latent_width=config.kv_lora_rank + config.qk_rope_head_dim,
+        rank=config.kv_lora_rank,
+        rotary=config.qk_rope_head_dim,
         key_layers=config.indexer_types.count("full"),
         key_width=config.index_head_dim,
         pool=1,

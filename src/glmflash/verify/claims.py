@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from glmflash.config import ModelConfig, shipped
-from glmflash.verify.arithmetic import Active, Config, Counts, cache_shape, number
+from glmflash.verify.arithmetic import Active, Config, Counts, active, cache_shape, number
 
 GB, GIB = 10**9, 2**30
 VENDOR_RATIO = 4.4  # the vendor's "about 4.4x" less cache than GLM-5.3
@@ -33,14 +33,14 @@ def is_release(config: Config | None) -> bool:
     return (config.text, config.vision) == (released.text, released.vision)
 
 
-def claims(config: ModelConfig, counts: Counts, used: Active) -> list[Claim]:
-    """Claims a-f, judged. counts, used: of the same model."""
+def claims(config: ModelConfig, counts: Counts) -> list[Claim]:
+    """Claims a-f, judged. counts: of the same model."""
     return [
         _cache(config),
         _attention(config),
         _memory(counts),
         _fp8_weights(config, counts),
-        _active(used),
+        _active(active(config, counts)),
         _ratio(config),
     ]
 
@@ -107,7 +107,7 @@ def _ratio(config: ModelConfig) -> Claim:
     pooled, scanned = shape.per_token(1), shape.per_token(1, pooled=False)
     return Claim(
         "f",
-        f"5,984 B/token in FP8, 8.0x (or 6.8x) less than GLM-5.3; the vendor says about {VENDOR_RATIO}x",
+        f"5,984 B/token in FP8, 8.0x (or 6.8x) less than GLM-5.3; vendor: about {VENDOR_RATIO}x",
         f"{number(larger):,} against {number(pooled):,} B/token: {float(larger / pooled):.1f}x; "
         f"{float(larger / scanned):.1f}x if pooling only shortened the scan",
         f"right; no cache layout known here gives {VENDOR_RATIO}x",

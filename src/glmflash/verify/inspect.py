@@ -21,7 +21,7 @@ from glmflash.verify.arithmetic import (
     layouts,
     number,
 )
-from glmflash.verify.claims import claims, is_release
+from glmflash.verify.claims import Claim, claims, is_release
 from glmflash.verify.subject import Subject
 
 # SHA-256 of the published chat_template.jinja: revision, date, what to know.
@@ -41,7 +41,9 @@ def report(subject: Subject) -> dict[str, Any]:
     counts = count(subject.entries)
     config = subject.config
     used = active(config, counts) if config else None
-    released = isinstance(config, ModelConfig) and used and is_release(config)
+    judged: list[Claim] = []
+    if isinstance(config, ModelConfig) and is_release(config):
+        judged = claims(config, counts)
     return {
         "target": subject.label,
         "source": subject.source,
@@ -60,7 +62,7 @@ def report(subject: Subject) -> dict[str, Any]:
         "cache": _cache(config, counts) if config else None,
         "quantisation": _quantisation(subject),
         "template": _template(subject.template),
-        "claims": [asdict(c) for c in claims(config, counts, used)] if released else [],
+        "claims": [asdict(claim) for claim in judged],
     }
 
 
@@ -106,7 +108,7 @@ def _definitions(used: Active) -> list[dict[str, Any]]:
         ("vision", used.vision, "more for patches of images and videos"),
         ("everything", used.everything, "with embedding table, MTP layer and vision"),
     ]
-    return [{"name": n, "parameters": size, "definition": text} for n, size, text in rows]
+    return [{"name": n, "parameters": size, "definition": text} for n, size, text in rows if size]
 
 
 def _cache(config: Config, counts: Counts) -> dict[str, Any]:
