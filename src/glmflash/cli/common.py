@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console; colours only where the stream is a terminal (NO_COLOR is honoured)."""
+    """A rich console; colours only on a terminal (NO_COLOR is honoured), text in brackets kept."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    return Console(stderr=stderr, highlight=False, markup=False)
 
 
 def print_json(facts: Any) -> None:

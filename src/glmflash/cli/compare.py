@@ -57,7 +57,7 @@ def _print_sizes(screen: Console, facts: dict[str, Any]) -> None:
     read = {"config": "tensors follow from its config", "checkpoint": "by its headers"}
     for name, side in (("a", a), ("b", b)):
         about = read.get(side["source"], "one file")
-        screen.print(f"{name}: {side['target']} ({about})", markup=False)
+        screen.print(f"{name}: {side['target']} ({about})")
     rows = table("", "a", "b")
     rows.add_row("model type", str(a["model_type"]), str(b["model_type"]))
     for name in ("parameters", "active", "tensors", "bytes"):
@@ -103,7 +103,7 @@ def _print_config(screen: Console, facts: dict[str, Any]) -> None:
         screen.print(rows)
     for part, title in (("only_a", "only in a"), ("only_b", "only in b")):
         if config[part]:
-            screen.print(f"\n{title}: {_keys(config[part])}", markup=False)
+            screen.print(f"\n{title}: {_keys(config[part])}")
     screen.print(f"\n{len(config['same'])} keys of config.json are equal in both")
 
 
@@ -136,11 +136,11 @@ def _print_cache(screen: Console, facts: dict[str, Any]) -> None:
     for row in cache["layouts"]:
         if row["name"] in ("fp8", "fp8, keys not pooled"):
             screen.print(f"{row['name']}: a = {row['a']['formula']}; b = {row['b']['formula']}")
-    plain = cache["layouts"][0]
-    sides = [
-        _gigabytes(plain[side]["totals"][longest], cache[f"fixed_{side}"]) for side in ("a", "b")
+    at_longest = [
+        _gigabytes(cache["layouts"][0][side]["totals"][longest], cache[f"fixed_{side}"])
+        for side in ("a", "b")
     ]
-    screen.print(f"fp8 at {int(longest):,} tokens: {sides[0]} against {sides[1]}")
+    screen.print(f"fp8 at {int(longest):,} tokens: {' against '.join(at_longest)}")
     _print_vendor_claim(screen, facts["vendor_claim"])
 
 
@@ -193,7 +193,7 @@ def _print_names(screen: Console, tensors: dict[str, Any]) -> None:
     screen.print(f"{tensors['compared']:,} tensors are in both; {len(lines):,} differences:")
     for (_, difference), names in list(groups.items())[:SHOWN]:
         more = f" and {len(names) - 1:,} like it" if len(names) > 1 else ""
-        screen.print(f"  {names[0]}{more}: {difference}", markup=False)
+        screen.print(f"  {names[0]}{more}: {difference}")
     if len(groups) > SHOWN:
         screen.print(f"  and {len(groups) - SHOWN:,} more kinds of difference; --json lists all")
 
@@ -206,13 +206,13 @@ def _print_patterns(screen: Console, patterns: list[dict[str, Any]]) -> None:
     for row in both:
         before, after = (" and ".join(row[side]["dtypes"]) for side in ("a", "b"))
         if before != after:
-            screen.print(f"  {row['pattern']}: {before} -> {after}", markup=False)
+            screen.print(f"  {row['pattern']}: {before} -> {after}")
     for status, title in (("only_a", "only in a"), ("only_b", "only in b")):
         found = [row for row in rows if row["status"] == status]
         if found:
             count = sum(row[status[-1]]["count"] for row in found)
             names = dict.fromkeys(_kind(row["pattern"]) for row in found)
-            screen.print(f"{title}, {count:,} tensors: {', '.join(names)}", markup=False)
+            screen.print(f"{title}, {count:,} tensors: {', '.join(names)}")
 
 
 def _kind(pattern: str) -> str:

@@ -49,7 +49,7 @@ def inspect(
         print_json(facts)
         return
     screen = console()
-    screen.print(_headline(facts), markup=False)
+    screen.print(_headline(facts))
     for part in (_print_parameters, _print_stored, _print_cache, _print_claims):
         screen.print()
         part(screen, facts)
@@ -118,7 +118,7 @@ def _print_stored(screen: Console, facts: dict[str, Any]) -> None:
     _print_shards(screen, stored["by_shard"] or {})
     quantised = facts["quantisation"]
     for component, modules in quantised["components"].items():
-        screen.print(f"FP8 in {component}: {', '.join(modules)}", markup=False)
+        screen.print(f"FP8 in {component}: {', '.join(modules)}")
     if not quantised["components"]:
         screen.print("nothing is quantised")
     if quantised["method"]:
@@ -169,7 +169,7 @@ def _print_cache(screen: Console, facts: dict[str, Any]) -> None:
             f"open pool {cache['open_pool_bytes_bf16']:,} (bf16)"
         )
     for layout in cache["layouts"]:
-        screen.print(f"{layout['name']}: {layout['formula']}", markup=False)
+        screen.print(f"{layout['name']}: {layout['formula']}")
 
 
 def _print_claims(screen: Console, facts: dict[str, Any]) -> None:
