@@ -40,10 +40,10 @@ def test_repeated_keys_stay_accurate() -> None:
 
 def test_convolution_equals_torch_and_is_causal() -> None:
     rng = torch.Generator().manual_seed(1)
-    z, taps = torch.randn(9, 6, generator=rng), torch.randn(6, 4, generator=rng)
+    z, taps = torch.randn(9, 6, generator=rng), torch.randn(4, 6, generator=rng)
     left = torch.randn(3, 6, generator=rng)
     whole = torch.cat([left, z]).t().unsqueeze(0)
-    expected = torch.nn.functional.conv1d(whole, taps.unsqueeze(1), groups=6)[0].t()
+    expected = torch.nn.functional.conv1d(whole, taps.t().unsqueeze(1), groups=6)[0].t()
     expected = torch.nn.functional.silu(expected)
     torch.testing.assert_close(short_convolution(z, left, taps), expected)
     halves = [

@@ -86,13 +86,13 @@ def delta_rule_chunked(
 def short_convolution(z: Tensor, left: Tensor, taps: Tensor) -> Tensor:
     """Causal depthwise convolution and SiLU in fp32.
 
-    z `[T, C]`, left context `[taps-1, C]`, taps `[C, taps]` (the last tap meets the current row).
+    z `[T, C]`, left context `[taps-1, C]`, taps `[taps, C]` (the last tap meets the current row).
     """
     window = torch.cat([left, z]).float()
     steps = z.shape[0]
-    out = window[:steps] * taps[:, 0]
-    for j in range(1, taps.shape[1]):
-        out = torch.addcmul(out, window[j : j + steps], taps[:, j])
+    out = window[:steps] * taps[0]
+    for j in range(1, len(taps)):
+        out = torch.addcmul(out, window[j : j + steps], taps[j])
     return functional.silu(out).to(z.dtype)
 
 
@@ -109,7 +109,8 @@ class KimiDeltaAttention:
         self.lower_bound = config.linear_lower_bound
         self.norm_eps = config.rms_norm_eps
         self.q, self.k, self.v = (weights.linear(f"{n}_proj") for n in "qkv")
-        self.taps = torch.cat([weights.float(f"{n}_conv1d.weight").squeeze(1) for n in "qkv"])
+        taps = [weights.float(f"{n}_conv1d.weight").squeeze(1) for n in "qkv"]
+        self.taps = torch.cat(taps).t().contiguous()
         self.f_a, self.f_b = weights.linear("f_a_proj"), weights.linear("f_b_proj")
         self.g_a, self.g_b = weights.linear("g_a_proj"), weights.linear("g_b_proj")
         self.b = weights.linear("b_proj")

@@ -75,14 +75,14 @@ class MixtureOfExperts:
         chosen, weights = self.router(x)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        tokens = order // chosen.shape[1]
-        weights = weights.flatten()[order].unsqueeze(-1)
-        total = self.shared(x).float() if self.shared else torch.zeros_like(x, dtype=torch.float32)
+        outputs = x.new_empty(order.shape[0], x.shape[1])
         start = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                rows = slice(start, start + count)
-                y = expert(x[tokens[rows]]).float() * weights[rows]
-                total = total.index_add(0, tokens[rows], y)
+                places = order[start : start + count]
+                outputs[places] = expert(x[places // chosen.shape[1]])
                 start += count
+        total = torch.einsum("tk,tkd->td", weights, outputs.view(*chosen.shape, -1).float())
+        if self.shared:
+            total = total + self.shared(x)
         return total.to(x.dtype)
