@@ -64,6 +64,19 @@ WIDE = {
     "index_head_dim": 64,
     "moe_intermediate_size": 64,
 }
+# The head sizes of the release, with as few heads as may be.
+RELEASED_HEADS = {
+    "hidden_size": 96,
+    "linear_head_dim": 128,
+    "linear_num_heads": 2,
+    "num_attention_heads": 2,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+}
 FP8_WHOLE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
 FP8_RAGGED = {
     "hidden_size": 136,
@@ -96,6 +109,7 @@ TEXT_CASES = [
     Case("shared indexers", 1, {"layers": "KSsKSs"}),
     Case("odd sizes", 1, ODD),
     Case("64-wide heads", 3, WIDE),
+    Case("released head sizes", 0, RELEASED_HEADS),
     Case("six taps, two shared experts", 3, {"linear_conv_kernel_dim": 6, "n_shared_experts": 2}),
     Case("two streams", 4, {"hc_mult": 2, "hc_sinkhorn_iters": 5, "swiglu_limit": 1.5}),
 ]

@@ -115,8 +115,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def wrong(z: Tensor, left: Tensor, taps: Tensor) -> Tensor:
         window = torch.cat([left, z]).float()
-        columns = [window[j : j + len(z)] * taps[:, j] for j in range(taps.shape[1])]
-        return torch.stack(columns).sum(0).to(z.dtype)
+        rows = [window[j : j + len(z)] * tap for j, tap in enumerate(taps)]
+        return torch.stack(rows).sum(0).to(z.dtype)
 
     patch.setattr(kda, "short_convolution", wrong)
 
@@ -124,7 +124,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mistake("convolution taps reversed")
 def _(patch: pytest.MonkeyPatch) -> None:
     right = kda.short_convolution
-    patch.setattr(kda, "short_convolution", lambda z, left, taps: right(z, left, taps.flip(1)))
+    patch.setattr(kda, "short_convolution", lambda z, left, taps: right(z, left, taps.flip(0)))
 
 
 @mistake("decay after the delta correction")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +26,6 @@ from .tiny import (
     Tiny,
     make_tiny,
 )
-
-VISIONS: dict[str, tuple[int, dict[str, Any]]] = {  # seed, overrides
-    "base": (0, {}),
-    "odd sizes": (0, {"hidden_size": 36, "num_heads": 3, "intermediate_size": 52, "depth": 3}),
-    "short rotation": (0, {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}),
-}
 
 
 def random_media(kind: str, grid: tuple[int, int, int], seed: int) -> PreparedMedia:
@@ -80,17 +72,13 @@ def oracle_arguments(media: list[PreparedMedia]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
-    root = tmp_path_factory.mktemp("media")
-    return {
-        name: make_tiny(root / name.replace(" ", "-"), seed=seed, vision=vision)
-        for name, (seed, vision) in VISIONS.items()
-    }
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("media") / "model", seed=0)
 
 
 @pytest.fixture(scope="module")
-def engine(models: dict[str, Tiny]) -> Iterator[glmflash.Engine]:
-    with glmflash.open(models["base"].path, dtype="float32") as opened:
+def engine(tiny: Tiny) -> Iterator[glmflash.Engine]:
+    with glmflash.open(tiny.path, dtype="float32") as opened:
         yield opened
 
 
@@ -109,36 +97,27 @@ MIXES = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_logits(models: dict[str, Tiny], engine: glmflash.Engine, mix: str) -> None:
+def test_logits(tiny: Tiny, engine: glmflash.Engine, mix: str) -> None:
     media = MIXES[mix]
     ids = prompt_of(media)
-    expected = trusted_logits(models["base"].oracle, ids, **oracle_arguments(media))
+    expected = trusted_logits(tiny.oracle, ids, **oracle_arguments(media))
     assert_parity(engine.logits(ids, media=media), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in VISIONS if name != "base"])
-def test_variants_of_the_tower(models: dict[str, Tiny], name: str) -> None:
-    media = MIXES["image, video, image"]
-    ids = prompt_of(media)
-    expected = trusted_logits(models[name].oracle, ids, **oracle_arguments(media))
-    with glmflash.open(models[name].path, dtype="float32") as opened:
-        assert_parity(opened.logits(ids, media=media), expected)
-
-
 @pytest.mark.parametrize("prefill_chunk", [1, 5, 16])
-def test_chunks_that_cut_through_media(models: dict[str, Tiny], prefill_chunk: int) -> None:
+def test_chunks_that_cut_through_media(tiny: Tiny, prefill_chunk: int) -> None:
     media = MIXES["image, video, image"]
     ids = prompt_of(media)
-    expected = trusted_logits(models["base"].oracle, ids, **oracle_arguments(media))
-    with glmflash.open(models["base"].path, dtype="float32", prefill_chunk=prefill_chunk) as opened:
+    expected = trusted_logits(tiny.oracle, ids, **oracle_arguments(media))
+    with glmflash.open(tiny.path, dtype="float32", prefill_chunk=prefill_chunk) as opened:
         assert_parity(opened.logits(ids, media=media), expected)
 
 
-def test_media_arrive_one_after_another(models: dict[str, Tiny], engine: glmflash.Engine) -> None:
+def test_media_arrive_one_after_another(tiny: Tiny, engine: glmflash.Engine) -> None:
     """A conversation that grows: text, then an image, then a video, then single tokens."""
     media = [IMAGE_SMALL, VIDEO_THREE]
     ids = prompt_of(media)
-    expected = trusted_logits(models["base"].oracle, ids, **oracle_arguments(media))
+    expected = trusted_logits(tiny.oracle, ids, **oracle_arguments(media))
     session = engine.session()
     after_image = 9 + len(media_ids(IMAGE_SMALL)) + 3
     last = len(ids) - 4
@@ -152,18 +131,18 @@ def test_media_arrive_one_after_another(models: dict[str, Tiny], engine: glmflas
 
 
 def test_another_picture_at_the_same_place_is_not_reused(
-    models: dict[str, Tiny], engine: glmflash.Engine
+    tiny: Tiny, engine: glmflash.Engine
 ) -> None:
     other = random_media("image", IMAGE_SMALL.grid, 77)
     ids = prompt_of([IMAGE_SMALL])
-    expected = trusted_logits(models["base"].oracle, ids, **oracle_arguments([other]))
+    expected = trusted_logits(tiny.oracle, ids, **oracle_arguments([other]))
     session = engine.session()
     session.sync(ids, media=[IMAGE_SMALL])
     assert session.sync(ids, media=[other]) < 9 + 1
     assert_parity(session.logits[None], expected[-1:])
 
 
-def test_pictures_through_both_processors(models: dict[str, Tiny], engine: glmflash.Engine) -> None:
+def test_pictures_through_both_processors(tiny: Tiny, engine: glmflash.Engine) -> None:
     """Real pixels: our preparation and model against transformers' processor and model. The
     sizes need padding but no resizing, where resampling of two libraries would differ."""
     random = np.random.default_rng(5)
@@ -176,13 +155,11 @@ def test_pictures_through_both_processors(models: dict[str, Tiny], engine: glmfl
     ids = prompt_of(prepared)
     assert [list(p.grid) for p in prepared] == inputs["image_grid_thw"].tolist()
     arguments = {k: inputs[k] for k in ("pixel_values", "image_grid_thw")}
-    expected = trusted_logits(models["base"].oracle, ids, **arguments)
+    expected = trusted_logits(tiny.oracle, ids, **arguments)
     assert_parity(engine.logits(ids, media=[Image(p) for p in pictures]), expected)
 
 
-def test_frames_become_a_video(
-    models: dict[str, Tiny], engine: glmflash.Engine, tmp_path: Path
-) -> None:
+def test_frames_become_a_video(tiny: Tiny, engine: glmflash.Engine) -> None:
     random = np.random.default_rng(6)
     frames = [
         PillowImage.fromarray(random.integers(0, 256, (84, 90, 3), dtype=np.uint8))
@@ -192,5 +169,5 @@ def test_frames_become_a_video(
     prepared = prepare(video, engine.processor)
     assert prepared.grid == (2, 6, 8)  # 84 x 112, two slices of two frames
     ids = prompt_of([prepared])
-    expected = trusted_logits(models["base"].oracle, ids, **oracle_arguments([prepared]))
+    expected = trusted_logits(tiny.oracle, ids, **oracle_arguments([prepared]))
     assert_parity(engine.logits(ids, media=[video]), expected)

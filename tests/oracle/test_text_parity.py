@@ -134,3 +134,21 @@ def test_fp8_weights_dequantise_to_the_same_bits(zoo: Zoo, name: str) -> None:
 
 def test_names_are_unique() -> None:
     assert len(BY_NAME) == len(TEXT_CASES) + len(STORED_CASES)
+
+
+@pytest.mark.parametrize("dt_bias", [6.0, -12.0], ids=["all decay at once", "nothing decays"])
+def test_gates_near_their_ends(tmp_path: Path, dt_bias: float) -> None:
+    """Decay near exp(-5) a step, where factors of a chunk come close to the range of fp32, and
+    near 1, where the state only grows."""
+
+    def push(model: torch.nn.Module) -> None:
+        for name, value in model.named_parameters():
+            if name.endswith("dt_bias"):
+                value.fill_(dt_bias)
+            elif name.endswith("A_log"):
+                value.fill_(0.5)
+
+    tiny = make_tiny(tmp_path / "model", seed=0, amend=push)
+    ids = random_tokens(150, 0)
+    with glmflash.open(tiny.path, dtype="float32") as engine:
+        assert_parity(engine.logits(ids), trusted_logits(tiny.oracle, ids))
