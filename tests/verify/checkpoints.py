@@ -52,6 +52,7 @@ def small_config(vision: bool = True, quantised: bool = True, **text: Any) -> di
         "gate_lower_bound": -5.0,
     }
     values["text_config"] |= text
+    values["tie_word_embeddings"] = values["text_config"]["tie_word_embeddings"]
     values["vision_config"] |= {
         "depth": 2,
         "hidden_size": 64,
@@ -63,8 +64,8 @@ def small_config(vision: bool = True, quantised: bool = True, **text: Any) -> di
     names = ("image", "video", "image_start", "image_end", "video_start", "video_end")
     values |= {f"{name}_token_id": 500 + place for place, name in enumerate(names)}
     if not vision:
-        flat = values.pop("text_config") | {"model_type": "glm5_next_text"}
-        values = flat | {key: values[key] for key in ("quantization_config", "tie_word_embeddings")}
+        flat = values["text_config"] | {"model_type": "glm5_next_text"}
+        values = {"quantization_config": values["quantization_config"], **flat}
     if not quantised:
         del values["quantization_config"]
     return values

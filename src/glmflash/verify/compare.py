@@ -112,7 +112,8 @@ def _shown(value: Any) -> Any:
 
 def _shown_apart(a: Any, b: Any) -> list[Any]:
     shown = [_shown(a), _shown(b)]
-    if shown[0] == shown[1]:  # long lists of equal counts
+    lists = isinstance(a, list) and isinstance(b, list) and min(len(a), len(b)) > LONG_LIST
+    if lists and (shown[0] == shown[1] or Counter(map(str, a)) == Counter(map(str, b))):
         place = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
         shown = [f"{text}; [{place}] is {v[place]}" for text, v in zip(shown, (a, b), strict=True)]
     return shown
