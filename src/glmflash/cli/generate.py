@@ -78,8 +78,8 @@ def generate(
 def _question(text: str, images: list[Path], videos: list[Path]) -> Message:
     from glmflash.chat.messages import ImagePart, Message, TextPart, VideoPart
 
-    parts = [*map(ImagePart, images), *map(VideoPart, videos), TextPart(text)]
-    return Message(role="user", content=tuple(parts))
+    media = (*map(ImagePart, images), *map(VideoPart, videos))
+    return Message(role="user", content=(*media, TextPart(text)))
 
 
 def _print(first: Delta, rest: Iterator[Delta], json_: bool) -> None:

@@ -25,7 +25,7 @@ from glmflash.engine.loading import GenerationDefaults, fingerprint, locate, pla
 from glmflash.engine.placement import Placed, place
 from glmflash.engine.session import Media, Session, restore
 from glmflash.engine.types import Delta, Generation, SamplingParams
-from glmflash.errors import RequestError, TokenizerError
+from glmflash.errors import MediaError, RequestError, TokenizerError
 from glmflash.model.linear import Weights
 from glmflash.model.text import TextModel
 from glmflash.model.vision import VisionTower
@@ -181,9 +181,11 @@ class Engine:
 
     def place(self, ids: list[int], media: Sequence[Media]) -> list[Placed]:
         """Media with the positions of their placeholders. Raises MediaError on a mismatch."""
-        if media and self.vision is None:
-            return place(ids, self.prepare(media), None)
-        return place(ids, self.prepare(media), self.config.token_ids if self.vision else None)
+        if self.vision is None or self.config.token_ids is None:
+            if media:
+                raise MediaError("this checkpoint is text-only: it has no vision tower")
+            return []
+        return place(ids, self.prepare(media), self.config.token_ids)
 
     def read(
         self, ids: list[int], start: int, placed: list[Placed], state: SequenceState

@@ -19,17 +19,13 @@ class Placed:
 
 
 def place(
-    token_ids: Sequence[int], media: Sequence[PreparedMedia], ids: TokenIds | None
+    token_ids: Sequence[int], media: Sequence[PreparedMedia], ids: TokenIds
 ) -> list[Placed]:
     """Give every placeholder its medium, in order of appearance.
 
     A placeholder belongs to a video while more video starts than ends have been seen. Raises
     MediaError where counts or kinds do not match.
     """
-    if ids is None:
-        if media:
-            raise MediaError("this checkpoint is text-only: it has no vision tower")
-        return []
     slots = _slots(token_ids, ids)
     placed: list[Placed] = []
     start = 0

@@ -130,7 +130,8 @@ class TextModel:
         if self.mtp is None or state.mtp is None:
             raise RuntimeError("drafting needs a model opened with mtp=True")
         sparse, hidden = state.mtp.sparse, state.mtp.waiting
-        length, open_pool = sparse.latents.length, sparse.index and sparse.index.open
+        length = sparse.latents.length
+        open_pool = sparse.index.open if sparse.index else None
         selection: Selection | None = None
         drafts: list[int] = []
         while len(drafts) < count:
