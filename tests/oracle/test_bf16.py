@@ -39,10 +39,10 @@ LENGTH = 160
 # Median token error, our layer against fp32 and against transformers. The first layer's streams are
 # the small embeddings, so the rounding inside its blocks weighs full.
 MEDIAN_TO_TRUTH = [0.015] + [0.006] * 5
-MEDIAN_TO_THEIRS = [0.015] + [0.006] * 5
-RATIO = 1.1  # our median error over transformers'
+MEDIAN_TO_THEIRS = [0.012] + [0.008] * 5
+RATIO = 1.1  # largest ratio of our median error to transformers'
 FLIP = 0.05  # a token error above this means that a choice flipped
-FLIPPED_SHARE = 0.08  # largest share of such tokens, in one layer
+FLIPPED_SHARE = 0.06  # largest share of such tokens, in one layer
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,6 @@ def test_layer(runs: list[LayerRun], layer: int) -> None:
     assert (run.ours > FLIP).float().mean() <= FLIPPED_SHARE
 
 
-def test_one_flipped_expert_is_seen(runs: list[LayerRun]) -> None:
-    """Some token of some sparse layer flips a choice in transformers too: the share is needed."""
-    assert any((run.theirs > FLIP).any() for run in runs)
-
-
 def test_final_norm_and_head(tiny: Tiny, engine: glmflash.Engine) -> None:
     """bf16 hidden states through our head, against the fp32 product of the same values."""
     hidden = torch.randn(9, TEXT["hidden_size"], generator=torch.Generator().manual_seed(0))
@@ -138,11 +133,11 @@ def test_final_norm_and_head(tiny: Tiny, engine: glmflash.Engine) -> None:
 
 
 def test_whole_model_runs_in_chunks_and_steps(engine: glmflash.Engine) -> None:
-    """The same bf16 model read in two ways: most positions agree, whatever the few flips do."""
+    """The same bf16 model read in two ways: positions agree, but for the few where a choice flips."""
     ids = random_tokens(48, 3)
     whole = torch.from_numpy(engine.logits(ids))
     session, rows = engine.session(), []
     for token in ids:
         rows.append(torch.from_numpy(session.step(token)))
     apart = errors(torch.stack(rows), whole, whole)
-    assert apart.median() <= 0.1
+    assert apart.median() <= 0.02

@@ -60,8 +60,9 @@ def our_sets(specimen: Specimen, sizes: list[int], patch: pytest.MonkeyPatch) ->
 def test_sets(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str, largest: int) -> None:
     specimen = zoo[name]
     assert specimen.expected is not None  # the oracle's choices are clear
-    sizes = random_chunks(len(specimen.ids), seed=3, largest=largest)
-    theirs = oracle_sets(specimen)
+    length = len(specimen.ids) if largest > 7 else 60
+    sizes = random_chunks(length, seed=3, largest=largest)
+    theirs = [layer[:length] for layer in oracle_sets(specimen)]
     ours = our_sets(specimen, sizes, monkeypatch)
     assert (
         len(ours)

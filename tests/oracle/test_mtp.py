@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import glmflash
-from glmflash.model.mla import SparseState
+from glmflash.model.mla import Selection, SparseState
+from glmflash.model.mtp import MtpLayer
+from glmflash.model.norm import rms_norm
 
 from .plain_mtp import PlainMtp
 from .runs import MAX_DIFFERENCE, one_shot, random_tokens
 from .tiny import Tiny, make_tiny
+
+Run = Callable[..., tuple[Tensor, Selection]]  # one pass of the layer
 
 LENGTHS = [1, 2, 5, 12, 13, 31, 64, 75]
 DRAFTS = 4
@@ -96,6 +102,46 @@ def test_drafts(tiny: Tiny, engine: glmflash.Engine, ids: list[int], length: int
         expected = plain.draft(hidden, prompt, token, DRAFTS, share)
         assert plain.margin > SAFE_MARGIN
         assert session.draft(DRAFTS, after=after) == expected
+
+
+def halves_exchanged(right: Run) -> Run:
+    return lambda self, embedding, hidden, *rest: right(self, hidden, embedding, *rest)
+
+
+def normalised_twice(right: Run) -> Run:
+    def wrong(self: MtpLayer, *arguments: Any) -> tuple[Tensor, Selection]:
+        hidden, selection = right(self, *arguments)
+        return rms_norm(hidden, self.head_norm, self.eps), selection
+
+    return wrong
+
+
+def experts_left_out(right: Run) -> Run:
+    def wrong(self: MtpLayer, *arguments: Any) -> tuple[Tensor, Selection]:
+        mlp, self.mlp = self.mlp, torch.zeros_like
+        try:
+            return right(self, *arguments)
+        finally:
+            self.mlp = mlp
+
+    return wrong
+
+
+@pytest.mark.parametrize("mistake", [halves_exchanged, normalised_twice, experts_left_out])
+def test_mistakes_change_drafts(
+    tiny: Tiny,
+    engine: glmflash.Engine,
+    ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[Run], Run],
+) -> None:
+    hidden = trunk_hidden(tiny, ids[:31]).double()
+    share = tiny.text["index_share_for_mtp_iteration"]
+    expected = PlainMtp.of(tiny).draft(hidden, ids[:31], 7, DRAFTS, share)
+    monkeypatch.setattr(MtpLayer, "__call__", mistake(MtpLayer.__call__))
+    session = engine.session()
+    session.sync(ids[:31])
+    assert session.draft(DRAFTS, after=7) != expected
 
 
 def test_sharing_the_choice_matters(tiny: Tiny, ids: list[int]) -> None:
