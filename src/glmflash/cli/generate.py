@@ -76,10 +76,11 @@ def generate(
 
 
 def _question(text: str, images: list[Path], videos: list[Path]) -> Message:
-    from glmflash.chat.messages import ImagePart, Message, TextPart, VideoPart
+    from glmflash.chat.messages import ImagePart, Message, Part, VideoPart
 
-    media = (*map(ImagePart, images), *map(VideoPart, videos))
-    return Message(role="user", content=(*media, TextPart(text)))
+    parts: list[Part | str] = [ImagePart(path) for path in images]
+    parts += [VideoPart(path) for path in videos]
+    return Message(role="user", content=[*parts, text])
 
 
 def _print(first: Delta, rest: Iterator[Delta], json_: bool) -> None:
