@@ -139,6 +139,29 @@ def test_one_key_differs(small: Path, tmp_path: Path) -> None:
     found = facts(small, tmp_path)
     assert found["identical"] is False
     assert found["config"]["changed"] == {"rms_norm_eps": [1e-5, 1e-6]}
+    assert found["tensors"]["identical"] is True
+
+
+def test_slice_of_a_model(small: Path, tmp_path: Path) -> None:
+    shorter = {
+        "num_hidden_layers": 4,
+        "indexer_types": ["full"] * 4,
+        "layer_types": ["linear_attention"] * 3 + ["deepseek_sparse_attention"],
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"],
+    }
+    values = small_config(num_nextn_predict_layers=0, **shorter)
+    write_checkpoint(tmp_path, values)
+    tensors = facts(small, tmp_path)["tensors"]
+    assert {name.split(".")[3] for name in tensors["only_a"]} == {"4", "5"}
+    assert tensors["only_b"] == tensors["shape"] == tensors["dtype"] == []
+
+
+def test_models_of_different_width(small: Path) -> None:
+    found = facts(small, "glm-5.3-flash")
+    assert found["tensors"] is None
+    status = {row["pattern"]: row["status"] for row in found["patterns"]}
+    assert "only_a" not in status.values()
+    assert status["lm_head.weight"] == "changed"
 
 
 def test_long_lists_that_differ_in_order(tmp_path: Path) -> None:

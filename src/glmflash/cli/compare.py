@@ -42,12 +42,8 @@ def compare(
     if facts["identical"]:
         screen.print("nothing differs in config and headers; values were not compared")
         return
-    if not facts["tensors"]:
-        _print_mechanisms(screen, facts)
-    _print_config(screen, facts)
-    if not facts["tensors"]:
-        _print_cache(screen, facts)
-    _print_tensors(screen, facts)
+    for part in (_print_mechanisms, _print_config, _print_cache, _print_tensors):
+        part(screen, facts)
 
 
 def _print_sizes(screen: Console, facts: dict[str, Any]) -> None:
@@ -70,17 +66,21 @@ def _print_sizes(screen: Console, facts: dict[str, Any]) -> None:
 def _print_mechanisms(screen: Console, facts: dict[str, Any]) -> None:
     from glmflash.cli.facts import table
 
+    statuses = {row["status"] for row in facts["mechanisms"] or []}
+    if statuses <= {"carried over"}:
+        return
     for status, title in (
         ("new", "new in b"),
         ("gone", "not in b"),
         ("changed", "changed"),
         ("carried over", "carried over"),
     ):
-        found = [row for row in facts["mechanisms"] or [] if row["status"] == status]
-        if not found:
+        if status not in statuses:
             continue
         rows = table(title, "", wrap="")
-        for row in found:
+        for row in facts["mechanisms"]:
+            if row["status"] != status:
+                continue
             text = row["b"] or row["a"]
             if status == "changed":
                 text = f"{row['a']}\n-> {row['b']}"
@@ -118,7 +118,7 @@ def _print_cache(screen: Console, facts: dict[str, Any]) -> None:
     from glmflash.cli.facts import size, table
 
     cache = facts["cache"]
-    if not cache:
+    if not cache or all(row["a"] == row["b"] for row in cache["layouts"]):
         return
     longest = list(cache["layouts"][0]["a"]["totals"])[-1]
     rows = table("cache layout", "a B/token", "b B/token", "a / b", "a", "b")
