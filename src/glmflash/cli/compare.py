@@ -137,14 +137,14 @@ def _print_cache(screen: Console, facts: dict[str, Any]) -> None:
         if row["name"] in ("fp8", "fp8, keys not pooled"):
             screen.print(f"{row['name']}: a = {row['a']['formula']}; b = {row['b']['formula']}")
     at_longest = [
-        _gigabytes(cache["layouts"][0][side]["totals"][longest], cache[f"fixed_{side}"])
+        _gigabytes(cache["layouts"][0][side]["totals"][longest], facts[side]["cache"])
         for side in ("a", "b")
     ]
     screen.print(f"fp8 at {int(longest):,} tokens: {' against '.join(at_longest)}")
     _print_vendor_claim(screen, facts["vendor_claim"])
 
 
-def _gigabytes(growing: float, fixed: dict[str, int]) -> str:
+def _gigabytes(growing: float, fixed: dict[str, Any]) -> str:
     """`6.3 GB + 0.07 GB of state …`: the recurrent state, and what else does not grow."""
     if not fixed["state_bytes_bf16"]:
         return f"{growing / 1e9:.1f} GB"

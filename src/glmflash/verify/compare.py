@@ -24,6 +24,7 @@ from glmflash.verify.arithmetic import (
     number,
 )
 from glmflash.verify.claims import VENDOR_RATIO, is_release
+from glmflash.verify.inspect import cache_facts
 from glmflash.verify.mechanisms import mechanisms
 from glmflash.verify.subject import Subject
 
@@ -77,6 +78,7 @@ def _side(subject: Subject) -> dict[str, Any]:
         "tensors": counts.tensors,
         "bytes": counts.bytes,
         "bytes_by_dtype": counts.bytes_by_dtype,
+        "cache": cache_facts(config, counts) if config else None,
     }
 
 
@@ -141,7 +143,7 @@ def _mechanisms(a: Config, b: Config) -> list[dict[str, Any]]:
 
 
 def _cache(a: Config, b: Config) -> dict[str, Any]:
-    """Growing caches by layout with their ratio a / b; fixed state beside them."""
+    """Growing caches by layout with their ratio a / b, fixed state left out."""
     left = {layout.name: layout for layout in layouts(a)}
     right = {layout.name: layout for layout in layouts(b)}
     rows = []
@@ -157,22 +159,12 @@ def _cache(a: Config, b: Config) -> dict[str, Any]:
                 "ratio": float(one.bytes_per_token / other.bytes_per_token),
             }
         )
-    return {"layouts": rows, "fixed_a": _fixed(a), "fixed_b": _fixed(b)}
+    return {"layouts": rows}
 
 
 def _bytes(per_token: Fraction) -> dict[str, Any]:
     totals = {str(tokens): number(per_token * tokens) for tokens in LENGTHS}
     return {"bytes_per_token": number(per_token), "totals": totals}
-
-
-def _fixed(config: Config) -> dict[str, int]:
-    state = fixed_state(config)
-    return {
-        "state_bytes_fp32": 4 * state.recurrent,
-        "state_bytes_bf16": 2 * state.recurrent,
-        "conv_bytes_bf16": 2 * state.conv,
-        "open_pool_bytes_bf16": 2 * state.open_pool,
-    }
 
 
 def _vendor_claim(a: Config | None, b: Config | None) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ def report(subject: Subject) -> dict[str, Any]:
         "tensors": counts.tensors,
         "tensors_by_dtype": counts.tensors_by_dtype,
         "shards": len(subject.shards) if subject.shards is not None else None,
-        "cache": _cache(config, counts) if config else None,
+        "cache": cache_facts(config, counts) if config else None,
         "quantisation": _quantisation(subject),
         "template": _template(subject.template),
         "claims": [asdict(claim) for claim in judged],
@@ -111,7 +111,7 @@ def _definitions(used: Active) -> list[dict[str, Any]]:
     return [{"name": n, "parameters": size, "definition": text} for n, size, text in rows if size]
 
 
-def _cache(config: Config, counts: Counts) -> dict[str, Any]:
+def cache_facts(config: Config, counts: Counts) -> dict[str, Any]:
     """Bytes of one sequence. Totals add the fixed state: recurrent fp32, the rest bf16."""
     known = {layout.name: layout for layout in layouts(config, mtp=counts.mtp > 0)}
     state = fixed_state(config)

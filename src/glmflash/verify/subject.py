@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
@@ -144,8 +143,3 @@ def _of_checkpoint(
 
 def _entry(info: TensorInfo, kinds: dict[str, str]) -> Entry:
     return Entry(info.name, info.shape, info.dtype, component(info.name, kinds), info.nbytes)
-
-
-def target_name(target: str) -> str:
-    """The last part of a path, id or URL: short enough for a column's title."""
-    return os.path.basename(target.rstrip("/")) or target
