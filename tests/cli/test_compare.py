@@ -55,8 +55,9 @@ def test_copies_that_differ(small: Path, tmp_path: Path) -> None:
     done = glmflash("compare", small, tmp_path)
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    assert "type F8_E4M3 -> BF16" in text
-    assert "like it: only in a" in text
+    assert "only in a, 98 tensors:" in text
+    assert "type differs, 98 tensors:" in text
+    assert "q_a_proj.weight and 1 like it F8_E4M3 -> BF16" in text
     assert "quantization_config (" in text
 
 

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 12  # lines of tensor differences; --json has all
+SHOWN = 8  # lines for one kind of tensor difference; --json has all
 
 
 def compare(
@@ -183,19 +183,28 @@ def _print_names(screen: Console, tensors: dict[str, Any]) -> None:
     if tensors["identical"]:
         screen.print(f"tensors: all {tensors['compared']:,} have equal names, shapes and types")
         return
-    lines = [(name, "only in a") for name in tensors["only_a"]]
-    lines += [(name, "only in b") for name in tensors["only_b"]]
-    lines += [(x["name"], f"shape {x['a']} -> {x['b']}") for x in tensors["shape"]]
-    lines += [(x["name"], f"type {x['a']} -> {x['b']}") for x in tensors["dtype"]]
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, difference in lines:
-        groups.setdefault((pattern(name), difference), []).append(name)
-    screen.print(f"{tensors['compared']:,} tensors are in both; {len(lines):,} differences:")
-    for (_, difference), names in list(groups.items())[:SHOWN]:
-        more = f" and {len(names) - 1:,} like it" if len(names) > 1 else ""
-        screen.print(f"  {names[0]}{more}: {difference}")
-    if len(groups) > SHOWN:
-        screen.print(f"  and {len(groups) - SHOWN:,} more kinds of difference; --json lists all")
+    screen.print(f"{tensors['compared']:,} tensors are in both")
+    changes = {
+        key: [(row["name"], f" {row['a']} -> {row['b']}") for row in tensors[key]]
+        for key in ("shape", "dtype")
+    }
+    for title, found in (
+        ("only in a", [(name, "") for name in tensors["only_a"]]),
+        ("only in b", [(name, "") for name in tensors["only_b"]]),
+        ("shape differs", changes["shape"]),
+        ("type differs", changes["dtype"]),
+    ):
+        if not found:
+            continue
+        screen.print(f"{title}, {len(found):,} tensors:")
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, change in found:
+            groups.setdefault((pattern(name), change), []).append(name)
+        for (_, change), names in list(groups.items())[:SHOWN]:
+            more = f" and {len(names) - 1:,} like it" if len(names) > 1 else ""
+            screen.print(f"  {names[0]}{more}{change}")
+        if len(groups) > SHOWN:
+            screen.print(f"  and {len(groups) - SHOWN:,} more kinds; --json lists all")
 
 
 def _print_patterns(screen: Console, patterns: list[dict[str, Any]]) -> None:

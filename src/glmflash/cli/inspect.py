@@ -112,8 +112,9 @@ def _print_stored(screen: Console, facts: dict[str, Any]) -> None:
         count = facts["tensors_by_dtype"][dtype]
         rows.add_row(dtype, f"{count:,}", f"{nbytes:,}", size(nbytes))
     rows.add_section()
-    gib = f"{stored['total'] / 2**30:,.1f} GiB"
-    rows.add_row("total", f"{facts['tensors']:,}", f"{stored['total']:,}", gib)
+    total = stored["total"]
+    large = f"{total / 2**30:,.1f} GiB" if total >= 2**30 else size(total)
+    rows.add_row("total", f"{facts['tensors']:,}", f"{total:,}", large)
     screen.print(rows)
     _print_shards(screen, stored["by_shard"] or {})
     quantised = facts["quantisation"]
