@@ -34,10 +34,10 @@ def place(
         found = slots[start : start + wanted]
         kinds = {kind for _, kind in found}
         if len(found) < wanted or kinds != {item.kind}:
-            have = " and ".join(sorted(kinds)) or "no"
+            have = " and ".join(sorted(kinds)) or "none"
             raise MediaError(
-                f"medium {number} is a{'n' if item.kind == 'image' else ''} {item.kind} of {wanted} "
-                f"tokens, but the prompt holds {len(found)} {have} placeholders for it; "
+                f"medium {number} ({item.kind}) needs {wanted} placeholders, but the prompt holds "
+                f"{len(found)} for it ({have}); "
                 "encode the prompt together with its media"
             )
         placed.append(Placed(item, tuple(position for position, _ in found)))
