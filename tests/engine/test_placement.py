@@ -40,7 +40,7 @@ def test_video_slices_use_the_image_placeholder_inside_a_video() -> None:
     [
         ([92, 90, 93], [], "pass every picture"),
         ([1, 2], [Medium("image", 1)], r"holds 0 for it \(none"),
-        ([92, 90, 93], [Medium("image", 2)], r"needs 2 placeholders, but the prompt holds 1 for it \(image"),
+        ([92, 90, 93], [Medium("image", 2)], r"needs 2 .* holds 1 for it \(image"),
         ([92, 90, 90, 93], [Medium("image", 1)], "fill only 1"),
         ([92, 90, 93], [Medium("video", 1)], r"\(video\) needs 1 .* \(image\)"),
         ([94, 92, 90, 93, 95], [Medium("image", 1)], r"\(image\) needs 1 .* \(video\)"),
