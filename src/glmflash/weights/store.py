@@ -126,11 +126,17 @@ class WeightStore:
         return (stored if scale is None else dequantize(stored, scale)).to(dtype)
 
     def _check_scales(self) -> None:
+        # Scales lie scattered between their weights: without this, the system reads ahead after
+        # each (64 times slower on the released shards).
+        for file in self._maps.values():
+            file.madvise(mmap.MADV_RANDOM)
         wrong = [
             name
             for name in self._tensors
             if name.endswith(SCALE_SUFFIX) and not bool(self.tensor(name).isfinite().all())
         ]
+        for file in self._maps.values():
+            file.madvise(mmap.MADV_NORMAL)
         if wrong:
             raise CheckpointError(
                 f"{self.root}: NaN or infinite scales in {summarize(wrong)}; "
