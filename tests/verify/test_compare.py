@@ -143,6 +143,15 @@ def test_one_key_differs(small: Path, tmp_path: Path) -> None:
     assert found["tensors"]["identical"] is True
 
 
+def test_shapes_differ(small: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, small_config(vocab_size=520))
+    tensors = facts(small, tmp_path)["tensors"]
+    assert tensors["shape"] == [
+        {"name": name, "a": [512, 256], "b": [520, 256]}
+        for name in ("model.language_model.embed_tokens.weight", "lm_head.weight")
+    ]
+
+
 def test_slice_of_a_model(small: Path, tmp_path: Path) -> None:
     shorter = {
         "num_hidden_layers": 4,

@@ -31,7 +31,8 @@ class Behaviour:
 
     prefix: what a path must start with (a hub's `/org/name/resolve/main`). redirect: answer 302 to
     the same path under this address. token: demand it. failures: statuses to answer first, used up
-    one by one. cut: bytes to leave out at the end of each body. stall: seconds before an answer.
+    one by one. cut: bytes to leave out at the end of each body. short: the same, but announced as
+    the whole answer. stall: seconds before an answer.
     """
 
     prefix: str = ""
@@ -40,6 +41,7 @@ class Behaviour:
     token: str | None = None
     failures: list[int] = field(default_factory=list)
     cut: int = 0
+    short: int = 0
     stall: float = 0.0
     sizes: bool = True
     shift: int = 0
@@ -118,13 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         if self.rules.sizes:
-            self.send_header("Content-Length", str(stop - start))
+            self.send_header("Content-Length", str(stop - start - self.rules.short))
         else:
             self.close_connection = True
         self.end_headers()
         with file.open("rb") as content:
             content.seek(start)
-            left = stop - start - self.rules.cut
+            left = stop - start - self.rules.cut - self.rules.short
             try:
                 while left > 0 and (piece := content.read(min(left, PIECE))):
                     self.wfile.write(piece)

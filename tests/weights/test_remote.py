@@ -241,6 +241,13 @@ def test_truncated_body(folder: Path, ranges: bool, cut: int) -> None:
             assert len(server.seen) == 3
 
 
+def test_less_than_announced(folder: Path) -> None:
+    with serving(folder, short=1000) as server:
+        message = refused(f"{server.url}/{SHARD}")
+        assert "sent 261,144 of 262,144 bytes" in message
+        assert len(server.seen) == 3
+
+
 def test_silence(folder: Path) -> None:
     with serving(folder, stall=1.0) as server:
         message = refused(f"{server.url}/config.json", timeout=0.1)

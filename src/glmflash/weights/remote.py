@@ -269,12 +269,10 @@ class _Reader:
                     raise RemoteError(f"{url}: not found (404), though the index names it")
                 size, first = _extent(answer, url, start)
                 end = min(stop, size) - first
-                ranged = answer.status_code == 206
                 content = bytearray()
                 for piece in answer.iter_bytes():
                     content += piece
-                    # A range is read to its last byte, which keeps the connection for the next.
-                    if len(content) > end or (len(content) == end and not ranged):
+                    if len(content) > end:
                         break
                 if len(content) < end:
                     raise _PassingError(f"{url}: sent {len(content):,} of {end:,} bytes; try again")
