@@ -217,6 +217,7 @@ def test_template_revisions(small: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("other model", ConfigError, "llama"),
         ("other sizes", CheckpointError, "shape"),
         ("no index", CheckpointError, "index"),
+        ("template is a folder", CheckpointError, "cannot be read"),
         ("empty folder", GlmflashError, "not a checkpoint"),
     ],
 )
@@ -237,6 +238,8 @@ def test_damaged_folders(
         (folder / "config.json").write_text('{"model_type": "llama"}')
     elif damage == "other sizes":
         (folder / "config.json").write_text(json.dumps(small_config(vocab_size=520)))
+    elif damage == "template is a folder":
+        (folder / "chat_template.jinja").mkdir()
     elif damage == "no index":
         (folder / "model.safetensors.index.json").unlink()
     else:
@@ -247,7 +250,9 @@ def test_damaged_folders(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("target", ["no-such-thing", "a/b/c", "x/model.safetensors", ""])
+@pytest.mark.parametrize(
+    "target", ["no-such-thing", "a/b/c", "x/model.safetensors", "", "x" * 9999, "\0"]
+)
 def test_names_of_nothing(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kinds = (RequestError, CheckpointError)  # "" is the current, empty folder

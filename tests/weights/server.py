@@ -32,7 +32,8 @@ class Behaviour:
     prefix: what a path must start with (a hub's `/org/name/resolve/main`). redirect: answer 302 to
     the same path under this address. token: demand it. failures: statuses to answer first, used up
     one by one. cut: bytes to leave out at the end of each body. short: the same, but announced as
-    the whole answer. stall: seconds before an answer.
+    the whole answer. stall: seconds before an answer. sizes: tell the length of a body. shift: say
+    that a range begins so many bytes later.
     """
 
     prefix: str = ""

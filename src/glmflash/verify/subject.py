@@ -51,14 +51,8 @@ def open_subject(target: str, progress: Progress | None = None) -> Subject:
     CheckpointError, RemoteError, or RequestError for a name that is none of these.
     """
     path = Path(target)
-    if path.is_dir():
-        return _open_directory(target, path)
-    if path.exists():
-        if path.name == INDEX_NAME:
-            return _open_directory(target, path.parent)
-        if path.suffix == ".safetensors":
-            return _of_file(target, path.name, read_header(path).tensors.values())
-        return _of_config(target, read_json(path), target)
+    if _exists(path):
+        return _of_path(target, path)
     if target.lower() in SHIPPED:
         name = target.lower()
         return _of_config(name, shipped_json(name), f"shipped {name}")
@@ -69,6 +63,21 @@ def open_subject(target: str, progress: Progress | None = None) -> Subject:
             f"a hub id (org/name), a URL, or {' or '.join(SHIPPED)}"
         )
     return _of_remote(target, fetch(location, progress))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no name of a file: too long, as a URL can be
+        return False
+
+
+def _of_path(target: str, path: Path) -> Subject:
+    if path.is_dir() or path.name == INDEX_NAME:
+        return _open_directory(target, path if path.is_dir() else path.parent)
+    if path.suffix == ".safetensors":
+        return _of_file(target, path.name, read_header(path).tensors.values())
+    return _of_config(target, read_json(path), target)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -93,7 +102,10 @@ def _open_directory(label: str, path: Path) -> Subject:
             "fetch config.json too, or give one of the .safetensors files"
         )
     template = path / "chat_template.jinja"
-    found = template.read_bytes() if template.is_file() else None
+    try:
+        found = template.read_bytes() if template.exists() else None
+    except OSError as error:
+        raise CheckpointError(f"{template} cannot be read: {error.strerror}") from error
     return _of_checkpoint(label, checkpoint, read_json(path / "config.json"), found)
 
 
