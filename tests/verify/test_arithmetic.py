@@ -9,16 +9,14 @@ import pytest
 from glmflash.config import GlmMoeDsaConfig, ModelConfig, shipped
 from glmflash.verify.arithmetic import (
     Counts,
-    Entry,
     active,
     cache_shape,
     count,
-    entry,
     fixed_state,
     layouts,
     number,
 )
-from glmflash.weights.table import expected_tensors
+from glmflash.weights.table import TensorSpec, expected_tensors
 
 from .checkpoints import small_config
 
@@ -39,7 +37,7 @@ def larger() -> GlmMoeDsaConfig:
 
 @pytest.fixture(scope="module")
 def flash_counts(flash: ModelConfig) -> Counts:
-    return count(map(entry, expected_tensors(flash, "fp8").values()))
+    return count(expected_tensors(flash, "fp8").values())
 
 
 def per_token(config: ModelConfig | GlmMoeDsaConfig) -> dict[str, int | float]:
@@ -78,7 +76,7 @@ def test_released_model(flash_counts: Counts) -> None:
 
 
 def test_larger_sibling(larger: GlmMoeDsaConfig) -> None:
-    counts = count(map(entry, expected_tensors(larger, "fp8").values()))
+    counts = count(expected_tensors(larger, "fp8").values())
     assert (counts.tensors, counts.bytes, counts.total) == (
         118_629,
         755_617_140_416,
@@ -96,7 +94,7 @@ def test_active_parameters(flash: ModelConfig, flash_counts: Counts) -> None:
 
 def test_active_parameters_of_a_small_model() -> None:
     config = ModelConfig.from_dict(small_config())
-    counts = count(map(entry, expected_tensors(config, "bf16").values()))
+    counts = count(expected_tensors(config, "bf16").values())
     used = active(config, counts)
     expert = 3 * 256 * 128  # gate, up and down between 256 and 128 channels
     assert used.with_embedding == counts.trunk - 2 * 6 * expert  # 2 layers, 6 of 8 experts idle
@@ -107,7 +105,7 @@ def test_active_parameters_of_a_small_model() -> None:
 def test_tied_head_works_for_every_token() -> None:
     values = small_config(vision=False, tie_word_embeddings=True)
     config = ModelConfig.from_dict(values)
-    counts = count(map(entry, expected_tensors(config, "bf16").values()))
+    counts = count(expected_tensors(config, "bf16").values())
     assert "head" not in counts.parameters
     assert active(config, counts).trunk == active(config, counts).with_embedding
 
@@ -115,8 +113,8 @@ def test_tied_head_works_for_every_token() -> None:
 def test_mtp_that_is_not_stored_is_not_active() -> None:
     config = ModelConfig.from_dict(small_config())
     specs = expected_tensors(config, "fp8").values()
-    everything = count(map(entry, specs))
-    counts = count(entry(spec) for spec in specs if spec.component != "mtp")
+    everything = count(specs)
+    counts = count(spec for spec in specs if spec.component != "mtp")
     assert counts.trunk == everything.trunk
     assert active(config, everything).mtp > active(config, counts).mtp == 0
     assert "fp8 with MTP" not in {layout.name for layout in layouts(config, mtp=False)}
@@ -171,9 +169,9 @@ def test_uneven_pools_cost_fractions_of_a_byte() -> None:
 def test_scales_are_bytes_but_not_parameters() -> None:
     counts = count(
         [
-            Entry("a.weight", (256, 128), "F8_E4M3", "mla", 256 * 128),
-            Entry("a.weight_scale_inv", (2, 1), "F32", "mla", 8),
-            Entry("b.weight", (10,), "BF16", "other", 20),
+            TensorSpec("b.weight", (10,), "BF16", "other", None),
+            TensorSpec("a.weight", (256, 128), "F8_E4M3", "mla", None),
+            TensorSpec("a.weight_scale_inv", (2, 1), "F32", "mla", None),
         ]
     )
     assert (counts.total, counts.bytes, counts.tensors) == (256 * 128 + 10, 256 * 128 + 28, 3)

@@ -12,30 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import NamedTuple
 
 from glmflash.config import GlmMoeDsaConfig, ModelConfig
+from glmflash.weights.headers import ITEM_BITS
 from glmflash.weights.table import COMPONENTS, FP8, SCALE_SUFFIX, TensorSpec
 
 Config = ModelConfig | GlmMoeDsaConfig
 
 LENGTHS = (4096, 131_072, 1_048_576)  # tokens at which totals are given
 SCALE_BLOCK = 128  # values that share one fp32 scale in an FP8 cache
-
-
-class Entry(NamedTuple):
-    """One stored tensor. `component` is one of COMPONENTS, or a guess where no config is known."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    component: str
-    nbytes: int
-
-
-def entry(spec: TensorSpec) -> Entry:
-    """The tensor of the table as it would be stored."""
-    return Entry(spec.name, spec.shape, spec.dtype, spec.component, spec.nbytes)
 
 
 @dataclass(frozen=True)
@@ -76,25 +61,27 @@ class Counts:
         return self.bytes + self.bytes_by_dtype.get(FP8, 0) - self.scale_bytes
 
 
-def count(entries: Iterable[Entry]) -> Counts:
+def count(tensors: Iterable[TensorSpec]) -> Counts:
     """Add up stored tensors. Components keep the order of COMPONENTS, guesses follow."""
     # Tens of thousands of expert tensors are alike: sort them into kinds first.
     kinds = Counter(
-        (component, dtype, shape, nbytes, name.endswith(SCALE_SUFFIX))
-        for name, shape, dtype, component, nbytes in entries
+        (spec.component, spec.dtype, spec.shape, spec.name.endswith(SCALE_SUFFIX))
+        for spec in tensors
     )
     parameters: Counter[str] = Counter()
     component_bytes: Counter[str] = Counter()
     dtype_bytes: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     scale_bytes = 0
-    for (component, dtype, shape, nbytes, scale), times in kinds.items():
+    for (component, dtype, shape, scale), times in kinds.items():
+        elements = times * prod(shape)
+        nbytes = elements * ITEM_BITS[dtype] // 8
         if scale:
-            scale_bytes += times * nbytes
+            scale_bytes += nbytes
         else:
-            parameters[component] += times * prod(shape)
-        component_bytes[component] += times * nbytes
-        dtype_bytes[dtype] += times * nbytes
+            parameters[component] += elements
+        component_bytes[component] += nbytes
+        dtype_bytes[dtype] += nbytes
         dtypes[dtype] += times
     order = {name: place for place, name in enumerate(COMPONENTS)}
 

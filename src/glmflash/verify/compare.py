@@ -15,7 +15,6 @@ from glmflash.config import GlmMoeDsaConfig, ModelConfig, TextConfig
 from glmflash.verify.arithmetic import (
     LENGTHS,
     Config,
-    Entry,
     active,
     cache_shape,
     count,
@@ -27,6 +26,7 @@ from glmflash.verify.claims import VENDOR_RATIO, is_release
 from glmflash.verify.inspect import cache_facts
 from glmflash.verify.mechanisms import mechanisms
 from glmflash.verify.subject import Subject
+from glmflash.weights.table import TensorSpec
 
 LONG_LIST = 8  # longer lists are shown as counts
 HOISTED = ("text_config", "rope_parameters")  # GLM-5.3 keeps at the top what Flash nests
@@ -35,20 +35,20 @@ HOISTED = ("text_config", "rope_parameters")  # GLM-5.3 keeps at the top what Fl
 def compare(a: Subject, b: Subject) -> dict[str, Any]:
     """Everything `glmflash compare` says. Parts that need both configs are None without them."""
     both = a.config is not None and b.config is not None
-    tensors = _compare_names(a.entries, b.entries) if _same_names(a.config, b.config) else None
+    tensors = _compare_names(a.tensors, b.tensors) if _same_names(a.config, b.config) else None
     config = _compare_configs(a.raw or {}, b.raw or {}) if both else None
     different = bool(config and any(config[part] for part in ("changed", "only_a", "only_b")))
     return {
         "a": _side(a),
         "b": _side(b),
-        "tensors_together": len(a.entries) + len(b.entries),
+        "tensors_together": len(a.tensors) + len(b.tensors),
         "identical": tensors is not None and tensors["identical"] and not different,
         "config": config,
         "mechanisms": _mechanisms(a.config, b.config) if a.config and b.config else None,
         "cache": _cache(a.config, b.config) if a.config and b.config else None,
         "vendor_claim": _vendor_claim(a.config, b.config),
         "tensors": tensors,
-        "patterns": None if tensors else _compare_patterns(a.entries, b.entries),
+        "patterns": None if tensors else _compare_patterns(a.tensors, b.tensors),
     }
 
 
@@ -67,7 +67,7 @@ def _text(config: Config) -> TextConfig | GlmMoeDsaConfig:
 
 
 def _side(subject: Subject) -> dict[str, Any]:
-    counts = count(subject.entries)
+    counts = count(subject.tensors)
     config = subject.config
     return {
         "target": subject.label,
@@ -188,10 +188,10 @@ def _vendor_claim(a: Config | None, b: Config | None) -> dict[str, Any] | None:
     }
 
 
-def _compare_names(a: list[Entry], b: list[Entry]) -> dict[str, Any]:
+def _compare_names(a: list[TensorSpec], b: list[TensorSpec]) -> dict[str, Any]:
     """Differences tensor by tensor, for two copies of one model."""
-    left, right = {e.name: e for e in a}, {e.name: e for e in b}
-    shared = [(e, right[e.name]) for e in a if e.name in right]
+    left, right = {x.name: x for x in a}, {y.name: y for y in b}
+    shared = [(x, right[x.name]) for x in a if x.name in right]
     found: dict[str, Any] = {
         "compared": len(shared),
         "only_a": [name for name in left if name not in right],
@@ -222,7 +222,7 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name.replace("model.language_model.", "model."))
 
 
-def _compare_patterns(a: list[Entry], b: list[Entry]) -> list[dict[str, Any]]:
+def _compare_patterns(a: list[TensorSpec], b: list[TensorSpec]) -> list[dict[str, Any]]:
     """Differences by kind of tensor, for two different models. Order: as in a, then new in b."""
     left, right = _patterns(a), _patterns(b)
     rows = []
@@ -236,10 +236,10 @@ def _compare_patterns(a: list[Entry], b: list[Entry]) -> list[dict[str, Any]]:
     return rows
 
 
-def _patterns(entries: list[Entry]) -> dict[str, dict[str, Any]]:
+def _patterns(tensors: list[TensorSpec]) -> dict[str, dict[str, Any]]:
     """Per pattern: how many tensors, of which shapes and types."""
     found: dict[str, dict[str, Any]] = {}
-    kinds = Counter((pattern(entry.name), entry.shape, entry.dtype) for entry in entries)
+    kinds = Counter((pattern(spec.name), spec.shape, spec.dtype) for spec in tensors)
     for (name, shape, dtype), times in kinds.items():
         group = found.setdefault(name, {"count": 0, "shapes": [], "dtypes": []})
         group["count"] += times

@@ -38,7 +38,7 @@ TEMPLATES = {
 
 def report(subject: Subject) -> dict[str, Any]:
     """Everything `glmflash inspect` says. Parts that need a config are None without one."""
-    counts = count(subject.entries)
+    counts = count(subject.tensors)
     config = subject.config
     used = active(config, counts) if config else None
     judged: list[Claim] = []
@@ -144,10 +144,10 @@ def cache_facts(config: Config, counts: Counts) -> dict[str, Any]:
 def _quantisation(subject: Subject) -> dict[str, Any]:
     """Which modules hold FP8 weights, by component, and what the config says about it."""
     quantised: dict[str, set[str]] = {}
-    for entry in subject.entries:
-        if entry.dtype.startswith("F8"):
-            module = entry.name.removesuffix(".weight").rpartition(".")[2]
-            quantised.setdefault(entry.component, set()).add(module)
+    for spec in subject.tensors:
+        if spec.dtype.startswith("F8"):
+            module = spec.name.removesuffix(".weight").rpartition(".")[2]
+            quantised.setdefault(spec.component, set()).add(module)
     declared = subject.config.quantization if subject.config else None
     return {
         "method": declared.quant_method if declared else None,

@@ -9,19 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from glmflash.config import SHIPPED, ModelConfig, read_config
 from glmflash.errors import CheckpointError, RequestError
-from glmflash.verify.arithmetic import Config, Entry, entry
+from glmflash.verify.arithmetic import Config
 from glmflash.verify.components import component, guess_layer_kinds, layer_kinds
 from glmflash.weights.headers import TensorInfo, read_header
 from glmflash.weights.index import INDEX_NAME, Checkpoint
 from glmflash.weights.remote import Progress, RemoteFiles, fetch, locate
-from glmflash.weights.table import BF16, Storage, expected_tensors
+from glmflash.weights.table import BF16, Storage, TensorSpec, expected_tensors
 
 Source = Literal["config", "checkpoint", "file"]
 
@@ -31,7 +31,8 @@ class Subject:
     """A checkpoint as far as it is known without its tensors.
 
     source: "config" alone, a whole "checkpoint", or one "file" of which nothing else is known.
-    raw: content of config.json. shards: bytes of tensors by file; None from a config alone.
+    raw: content of config.json. tensors: as stored, `layer` not filled in. shards: bytes of tensors
+    by file; None from a config alone.
     template: SHA-256 of chat_template.jinja, None where there is none.
     """
 
@@ -39,7 +40,7 @@ class Subject:
     source: Source
     config: Config | None
     raw: dict[str, Any] | None
-    entries: list[Entry]
+    tensors: list[TensorSpec]
     shards: dict[str, int] | None
     template: str | None
 
@@ -122,21 +123,18 @@ def _of_config(label: str, raw: dict[str, Any], where: str) -> Subject:
     config = read_config(raw, where)
     text = config.text if isinstance(config, ModelConfig) else config
     storage: Storage = "fp32" if text.dtype == "float32" else "bf16"
-    tensors = expected_tensors(config, "fp8" if config.quantization else storage)
-    entries = [entry(spec) for spec in tensors.values()]
+    tensors = list(expected_tensors(config, "fp8" if config.quantization else storage).values())
     if text.dtype == "float16":
-        entries = [
-            found._replace(dtype="F16") if found.dtype == BF16 else found for found in entries
-        ]
-    return Subject(label, "config", config, raw, entries, None, None)
+        tensors = [replace(spec, dtype="F16") if spec.dtype == BF16 else spec for spec in tensors]
+    return Subject(label, "config", config, raw, tensors, None, None)
 
 
 def _of_file(label: str, name: str, infos: Iterable[TensorInfo]) -> Subject:
     infos = list(infos)
     kinds = guess_layer_kinds(info.name for info in infos)
-    entries = [_entry(info, kinds) for info in infos]
-    shards = {name: sum(found.nbytes for found in entries)}
-    return Subject(label, "file", None, None, entries, shards, None)
+    tensors = [_as_spec(info, kinds) for info in infos]
+    shards = {name: sum(info.nbytes for info in infos)}
+    return Subject(label, "file", None, None, tensors, shards, None)
 
 
 def _of_checkpoint(
@@ -145,13 +143,13 @@ def _of_checkpoint(
     checkpoint.check()
     assert checkpoint.config is not None  # check() has raised otherwise
     kinds = layer_kinds(checkpoint.config)
-    entries, shards = [], dict.fromkeys(checkpoint.shards, 0)
+    tensors, shards = [], dict.fromkeys(checkpoint.shards, 0)
     for shard, info in checkpoint.tensors.values():
-        entries.append(_entry(info, kinds))
+        tensors.append(_as_spec(info, kinds))
         shards[shard] += info.nbytes
     digest = hashlib.sha256(template).hexdigest() if template is not None else None
-    return Subject(label, "checkpoint", checkpoint.config, raw, entries, shards, digest)
+    return Subject(label, "checkpoint", checkpoint.config, raw, tensors, shards, digest)
 
 
-def _entry(info: TensorInfo, kinds: dict[str, str]) -> Entry:
-    return Entry(info.name, info.shape, info.dtype, component(info.name, kinds), info.nbytes)
+def _as_spec(info: TensorInfo, kinds: dict[str, str]) -> TensorSpec:
+    return TensorSpec(info.name, info.shape, info.dtype, component(info.name, kinds), None)
