@@ -1,3 +1,3 @@
-"""The version, alone in a file so that `--version` and the build read it without importing anything."""
+"""The version, alone in a file: the build and `--version` read it without importing anything."""
 
 __version__ = "0.1.0"

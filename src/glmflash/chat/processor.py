@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,23 @@ class ProcessorConfig:
         if video and video.has("max_frames"):
             most = video.integer("max_frames")
         return cls(_rules(image, released.image), _rules(video, released.video), fps, most)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a processor_config.json, in the layout of the release."""
+
+        def section(rules: PixelRules, kind: str) -> dict[str, Any]:
+            fixed = {"do_rescale": True, "patch_expand_factor": 1}
+            return {
+                **fixed,
+                **asdict(rules),
+                f"{kind}_processor_type": f"Glm5Next{kind.title()}Processor",
+            }
+
+        return {
+            "image_processor": section(self.image, "image"),
+            "processor_class": "Glm5NextProcessor",
+            "video_processor": {**section(self.video, "video"), "fps": self.fps},
+        }
 
     def check(self, vision: VisionConfig) -> None:
         """Raises ConfigError where the patches would not fit the vision tower."""

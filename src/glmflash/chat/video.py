@@ -227,6 +227,8 @@ def _opened(
         try:
             with av.open(stream, mode="r", **arguments) as container:
                 yield container, _video_stream(container, name)
+        except av.error.EOFError as error:
+            raise MediaError(f"{name} ends before its first frame") from error
         except av.FFmpegError as error:
             what = f"{name} cannot be read as a video (mp4, webm, mkv, avi, gif, ...)"
             raise MediaError(f"{what}: {one_line(error)}") from error

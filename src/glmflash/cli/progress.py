@@ -23,6 +23,21 @@ def reading() -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def writing(name: str) -> Iterator[Callable[[int, int], None]]:
+    """While a checkpoint is written: give the yielded function bytes written and bytes in all."""
+    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    screen = console(stderr=True)
+    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=screen, transient=True,
+        disable=not screen.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(f"writing {name}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
 def _bar(title: str, unit: str) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

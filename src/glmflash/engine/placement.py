@@ -18,9 +18,7 @@ class Placed:
     positions: tuple[int, ...]
 
 
-def place(
-    token_ids: Sequence[int], media: Sequence[PreparedMedia], ids: TokenIds
-) -> list[Placed]:
+def place(token_ids: Sequence[int], media: Sequence[PreparedMedia], ids: TokenIds) -> list[Placed]:
     """Give every placeholder its medium, in order of appearance.
 
     A placeholder belongs to a video while more video starts than ends have been seen. Raises
