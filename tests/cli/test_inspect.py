@@ -97,6 +97,7 @@ def test_hub_id_with_a_token(small: Path) -> None:
     assert done.returncode == 0
     assert json.loads(done.stdout)["source"] == "checkpoint"
     assert refused.returncode == 2
+    assert "org/name is no path here; as a hub id:" in refused.stderr
     assert "HF_TOKEN" in refused.stderr
     assert refused.stderr.count("\n") == 1
 

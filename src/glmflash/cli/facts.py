@@ -20,9 +20,19 @@ def fetching() -> Iterator[Callable[[int, int], None]]:
 
     screen = console(stderr=True)
     columns = (TextColumn("reading headers"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+    bar = Progress(*columns, console=screen, transient=True)
+    task = bar.add_task("")
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if screen.is_terminal:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def table(*columns: str, wrap: str | None = None) -> Table:

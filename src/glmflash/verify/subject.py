@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from glmflash.config import SHIPPED, ModelConfig, read_config
-from glmflash.errors import CheckpointError, RequestError
+from glmflash.errors import CheckpointError, RemoteError, RequestError
 from glmflash.verify.arithmetic import Config
 from glmflash.verify.components import component, guess_layer_kinds, layer_kinds
 from glmflash.weights.headers import TensorInfo, read_header
@@ -63,7 +63,13 @@ def open_subject(target: str, progress: Progress | None = None) -> Subject:
             f"{target}: no such path; give a directory, a config.json, a .safetensors file, "
             f"a hub id (org/name), a URL, or {' or '.join(SHIPPED)}"
         )
-    return _of_remote(target, fetch(location, progress))
+    try:
+        files = fetch(location, progress)
+    except RemoteError as error:
+        if "://" in target:
+            raise
+        raise RemoteError(f"{target} is no path here; as a hub id: {error}") from error
+    return _of_remote(target, files)
 
 
 def _exists(path: Path) -> bool:

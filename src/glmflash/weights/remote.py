@@ -47,7 +47,6 @@ T = TypeVar("T")
 class Location:
     """Where a remote target is. folders: to be tried in turn; file: one named file in them."""
 
-    label: str
     folders: tuple[str, ...]
     file: str | None
 
@@ -72,17 +71,17 @@ def locate(target: str) -> Location | None:
         repository = _HUB_ID.fullmatch(target)
         if not repository or target.endswith((".json", ".safetensors")):  # a mistyped path
             return None
-        return Location(target, (_resolve(hub, repository["id"], repository["revision"]),), None)
+        return Location((_resolve(hub, repository["id"], repository["revision"]),), None)
     url = re.split("[?#]", target)[0].rstrip("/")
     page = _HUB_PATH.fullmatch(url.removeprefix(hub)) if url.startswith(f"{hub}/") else None
     if page:
         url = _resolve(hub, page["id"], page["revision"]) + (page["file"] or "")
     if url.endswith((".json", ".safetensors")):
         folder, _, file = url.rpartition("/")
-        return Location(target, (folder,), None if file == INDEX_NAME else file)
+        return Location((folder,), None if file == INDEX_NAME else file)
     # A mirror of the hub that HF_ENDPOINT does not name looks like any folder: try both.
     mirror = re.fullmatch(r"(https?://[^/]+)/([\w.-]+/[\w.-]+)", url)
-    return Location(target, (url, _resolve(mirror[1], mirror[2], None)) if mirror else (url,), None)
+    return Location((url, _resolve(mirror[1], mirror[2], None)) if mirror else (url,), None)
 
 
 def _endpoint() -> str:
@@ -108,8 +107,8 @@ def fetch(location: Location, progress: Progress | None = None, timeout: float =
             if files:
                 return files
     raise RemoteError(
-        f"{location.label}: no such path here, and no checkpoint at {location.folders[-1]} "
-        f"(404 for config.json and {INDEX_NAME}); check name and revision"
+        f"no checkpoint at {location.folders[-1]} (404 for config.json and {INDEX_NAME}); "
+        "check name and revision"
     )
 
 
