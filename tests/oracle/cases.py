@@ -1,7 +1,7 @@
 """The variants of the tiny model, each with a seed at which the oracle may be trusted.
 
 A variant is a set of overrides of the base config (tiny.text_config). `trusted_logits` asserts at
-every use that the seed is still good; `python -m oracle.cases` from tests/ finds new ones.
+every use that the seed is still good; `python -m tests.oracle.cases` finds new ones.
 """
 
 from __future__ import annotations
@@ -91,44 +91,45 @@ FP8_RAGGED = {
 }
 
 TEXT_CASES = [
-    Case("base", 0),
-    Case("base again", 4),
-    Case("spec layers", 1, {"layers": "KKKSK", "dense": 3, "linear_num_heads": 4}),
-    Case("two sparse layers", 4, {"layers": "KKSKSK", "index_topk": 16}),
+    Case("base", 6),
+    Case("base again", 0),
+    Case("spec layers", 7, {"layers": "KKKSK", "dense": 3, "linear_num_heads": 4}),
+    Case("two sparse layers", 15, {"layers": "KKSKSK", "index_topk": 16}),
     Case("sparse first", 0, {"layers": "SK", "dense": 0}),
     Case("pools of 2", 1, {"index_kpool": 2}),
-    Case("pools of 16", 1, {"index_kpool": 16, "index_topk": 32}),
+    Case("pools of 16", 13, {"index_kpool": 16, "index_topk": 32}),
     Case(
         "groups",
-        3,
+        5,
         {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
     ),
     Case("raw routing weights", 1, {"norm_topk_prob": False, "routed_scaling_factor": 1.7}),
-    Case("unequal heads", 4, {"qk_nope_head_dim": 12, "v_head_dim": 20}),
-    Case("no tail", 4, {"index_kpool_always_select_tail": False}),
-    Case("shared indexers", 1, {"layers": "KSsKSs"}),
-    Case("odd sizes", 1, ODD),
-    Case("64-wide heads", 3, WIDE),
-    Case("released head sizes", 0, RELEASED_HEADS),
+    Case("unequal heads", 6, {"qk_nope_head_dim": 12, "v_head_dim": 20}),
+    Case("no tail", 6, {"index_kpool_always_select_tail": False}),
+    Case("shared indexers", 9, {"layers": "KSsKSs"}),
+    Case("odd sizes", 9, ODD),
+    Case("64-wide heads", 2, WIDE),
+    Case("released head sizes", 7, RELEASED_HEADS),
     Case("six taps, two shared experts", 3, {"linear_conv_kernel_dim": 6, "n_shared_experts": 2}),
-    Case("two streams", 4, {"hc_mult": 2, "hc_sinkhorn_iters": 5, "swiglu_limit": 1.5}),
+    Case("two streams", 3, {"hc_mult": 2, "hc_sinkhorn_iters": 5, "swiglu_limit": 1.5}),
 ]
 STORED_CASES = [
     Case("bf16 files", 2, storage="bf16"),
-    Case("fp8 files, whole blocks", 2, FP8_WHOLE, storage="fp8"),
+    Case("fp8 files, whole blocks", 3, FP8_WHOLE, storage="fp8"),
     Case("fp8 files, ragged blocks", 1, FP8_RAGGED, storage="fp8"),
 ]
 BY_NAME = {case.name: case for case in [*TEXT_CASES, *STORED_CASES]}
 
 
 def find_seed(case: Case) -> int:
-    """The first seed at which the oracle may be trusted for this variant."""
+    """The first seed at which the oracle may be trusted with room to spare, so that another
+    machine's rounding does not void it."""
     for seed in range(50):
         candidate = Case(case.name, seed, case.text, case.length, case.storage)
         with tempfile.TemporaryDirectory() as directory:
             tiny = candidate.make(Path(directory) / "model")
             try:
-                trusted_logits(tiny.oracle, candidate.ids)
+                trusted_logits(tiny.oracle, candidate.ids, headroom=2)
             except UntrustedOracleError:
                 continue
             return seed

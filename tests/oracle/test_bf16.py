@@ -133,7 +133,7 @@ def test_final_norm_and_head(tiny: Tiny, engine: glmflash.Engine) -> None:
 
 
 def test_whole_model_runs_in_chunks_and_steps(engine: glmflash.Engine) -> None:
-    """The same bf16 model read in two ways: positions agree, but for the few where a choice flips."""
+    """Two ways to read in bf16: positions agree, but for the few where a choice flips."""
     ids = random_tokens(48, 3)
     whole = torch.from_numpy(engine.logits(ids))
     session, rows = engine.session(), []

@@ -27,7 +27,7 @@ LENGTH = 48  # several times the index budget of 8, with every tail length
 
 @pytest.mark.parametrize("name", INJECTIONS)
 def test_parity_notices(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    specimen = zoo["base"]
+    specimen = zoo["base again"]
     INJECTIONS[name](monkeypatch)
     with glmflash.open(specimen.tiny.path, dtype="float32") as wrong:
         ours = wrong.logits(specimen.ids[:LENGTH])
