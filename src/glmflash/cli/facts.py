@@ -49,11 +49,11 @@ def table(*columns: str, wrap: str | None = None) -> Table:
 
 
 def short(value: float) -> str:
-    """1234567 as 1.23 M."""
+    """1234567 as 1.23 M; nothing for numbers that are short by themselves."""
     for unit, letter in ((10**9, "B"), (10**6, "M")):
         if value >= unit:
             return f"{value / unit:.2f} {letter}"
-    return f"{value:,}"
+    return ""
 
 
 def size(nbytes: float) -> str:
