@@ -190,12 +190,15 @@ class Engine:
     def read(
         self, ids: list[int], start: int, placed: list[Placed], state: SequenceState
     ) -> Iterator[tuple[int, Tensor]]:
-        """Advance `state` over ids[start:] in chunks; yields tokens read and hidden `[t, D]`."""
+        """Advance `state` over the ids of positions start.., chunk by chunk.
+
+        placed: media of the whole sequence. Yields the length so far and hidden states `[t, D]`.
+        """
         with torch.inference_mode():
             features = self._features(placed, start)
         step = self.settings.prefill_chunk
-        for first in range(start, len(ids), step):
-            chunk = torch.tensor(ids[first : first + step])
+        for first in range(start, start + len(ids), step):
+            chunk = torch.tensor(ids[first - start : first - start + step])
             with torch.inference_mode():
                 embeddings = self.model.embed(chunk)
                 if features is not None:
