@@ -68,7 +68,7 @@ class Preset:
     def tensors(self, storage: Storage) -> dict[str, TensorSpec]:
         """Every tensor to write, by name."""
         return {
-            name: replace(spec, dtype=F32) if name.endswith(self.float32) else spec
+            name: spec._replace(dtype=F32) if name.endswith(self.float32) else spec
             for name, spec in expected_tensors(self.config, storage).items()
         }
 
