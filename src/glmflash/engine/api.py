@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glmflash.chat.media import PreparedMedia, ProcessorConfig, prepare
 from glmflash.chat.messages import Message
+from glmflash.chat.template import JinjaTemplate, render
 from glmflash.chat.tokenizer import Tokenizer
 from glmflash.engine import generation
 from glmflash.engine.loading import GenerationDefaults, fingerprint, locate, plan_memory
@@ -70,6 +71,11 @@ class Engine:
                 torch.set_num_threads(settings.threads)
             weights = Weights(self.store, self.dtype, plan_memory(self.store, self.dtype))
             self.tokenizer = Tokenizer.find(directory, self.config)
+            self.render = (
+                JinjaTemplate.from_dir(directory).render
+                if settings.chat_template == "checkpoint"
+                else render
+            )
             self.defaults = GenerationDefaults.from_dir(directory, self.config.text)
             self.processor = ProcessorConfig.from_dir(directory)
             if self.config.vision:
