@@ -240,11 +240,15 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def test_too_large_by_header_is_refused_before_decoding() -> None:
-    before = PIL.Image.MAX_IMAGE_PIXELS
     for width, height in ((100_000, 100_000), (MOST_PIXELS // 2 + 1, 2), (2**31 - 1, 1)):
         with pytest.raises(MediaError, match=f"is {width} x {height} pixels; at most 268,435,456"):
             read_image(png_header(width, height))
-    assert before == PIL.Image.MAX_IMAGE_PIXELS
+
+
+def test_the_limit_of_pillow_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 99)
+    assert read_image(saved(random_picture(20, 30), "PNG")).size == (30, 20)
+    assert PIL.Image.MAX_IMAGE_PIXELS == 99
 
 
 def test_above_the_warning_of_pillow_and_below_our_limit() -> None:
