@@ -70,7 +70,9 @@ def write_checkpoint(
     has no room or refuses.
     """
     target = Path(out).resolve()
-    if target.is_mount() or (target.exists() and not (target.is_dir() and _is_empty(target))):
+    if target.is_mount():  # nothing can be moved to its place
+        raise CheckpointError(f"{out} is the root of a file system; give a directory inside it")
+    if target.exists() and not (target.is_dir() and _is_empty(target)):
         raise CheckpointError(f"{out} exists and is not empty; give a new directory")
     storage = storage or preset.storage
     specs = preset.tensors(storage)
