@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -65,12 +66,12 @@ def random(
 
     with writing(str(out)) as update:
         total = write_checkpoint(out, model, dtype, seed, size, update)
-    console(stderr=True).print(f"wrote {out}: {total:,} bytes of tensors", markup=False)
+    console(stderr=True).print(f"wrote {out}: {total:,} bytes of tensors", soft_wrap=True)
 
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
     value = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    if not match or value < 1:
+    if not 1 <= value < math.inf:
         raise RequestError(f"--shard-size is {text!r}; give a size such as 5GiB or 500MB")
     return int(value)
