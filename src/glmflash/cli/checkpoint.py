@@ -13,6 +13,7 @@ from glmflash.errors import RequestError
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # rich's help would double the time that `--help` takes
     help="Make checkpoints.\n\nExample:\n\n  glmflash checkpoint random ./tiny --like tiny",
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
