@@ -1,8 +1,10 @@
 """What the presets are, and that an override leaves a config that fits itself."""
 
 import hashlib
+import json
 
 import pytest
+from transformers.models.glm5_next import Glm5NextConfig
 
 from glmflash.config import ModelConfig, shipped
 from glmflash.errors import ConfigError, TokenizerError
@@ -29,6 +31,33 @@ def test_bench_is_the_benchmark_model(storage) -> None:
     assert (len(specs), sum(s.nbytes for s in specs.values()), digest) == BENCH[storage]
 
 
+def test_bench_has_the_values_transformers_gives_it() -> None:
+    """What no shape shows. Not compared: token ids, which are those of the synthetic tokenizer,
+    and what concerns the MTP layer, which transformers does not have."""
+    text = {
+        "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072,
+        "moe_intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "n_routed_experts": 32, "q_lora_rank": 384,
+        "kv_lora_rank": 256, "index_n_heads": 8, "index_topk": 512, "index_kpool": 4,
+        "linear_num_heads": 16, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "pad_token_id": 0, "eos_token_id": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128,
+        "out_hidden_size": 1024, "projection_intermediate_size": 128, "image_size": 28,
+    }  # fmt: skip
+    media = ("image", "video", "image_start", "image_end", "video_start", "video_end")
+    ids = {f"{name}_token_id": 32767 - at for at, name in enumerate(media)}
+    config = Glm5NextConfig(text_config=text, vision_config=vision, dtype="bfloat16", **ids)
+    raw = config.to_dict()
+    theirs, ours = ModelConfig.from_dict(raw), preset("bench").stored_config("bf16")
+    unlike = {"eos_token_id", "pad_token_id", "index_share_for_mtp_iteration"}
+    assert ours.vision == theirs.vision
+    assert {key: value for key, value in vars(ours.text).items() if key not in unlike} == {
+        key: value for key, value in vars(theirs.text).items() if key not in unlike
+    }
+
+
 def test_the_release_is_the_release() -> None:
     made = preset("glm-5.3-flash")
     assert made.storage == "fp8"
@@ -49,8 +78,6 @@ def test_the_config_file_reads_back_equal(name, storage) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_token_ids_are_those_of_the_tokenizer(name) -> None:
-    import json
-
     made = preset(name)
     text = json.loads(tokenizer_files(made.tokenizer_size, 4096)["tokenizer.json"])
     ids = {token["content"]: token["id"] for token in text["added_tokens"]}

@@ -10,21 +10,30 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
+import glmflash
 from glmflash.chat.processor import ProcessorConfig
+from glmflash.chat.tokenizer import Tokenizer
 from glmflash.config import ModelConfig
 from glmflash.errors import CheckpointError, ResourceError
 from glmflash.weights.fp8 import quantize
 from glmflash.weights.headers import read_header
 from glmflash.weights.index import Checkpoint
-from glmflash.weights.presets import Overrides, preset
+from glmflash.weights.presets import STORAGES, Overrides, preset
 from glmflash.weights.random import write_checkpoint
 from glmflash.weights.store import WeightStore
 from glmflash.weights.table import ITEM_BYTES
 from glmflash.weights.values import draw
+from tests.oracle.runs import assert_parity, random_tokens, trusted_logits
 
 FILES = {
     "config.json", "generation_config.json", "model-00001-of-00001.safetensors",
@@ -34,7 +43,7 @@ FILES = {
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", params=["fp8", "bf16", "fp32"])
+@pytest.fixture(scope="module", params=STORAGES)
 def storage(request) -> str:
     return request.param
 
@@ -99,6 +108,7 @@ def test_fp8_is_the_quantised_draw(tiny) -> None:
                 assert torch.equal(store.tensor(f"{name}_scale_inv"), scale)
 
 
+@pytest.mark.parametrize("storage", ["fp8"], indirect=True)
 def test_other_files_have_the_released_content(tiny, tmp_path) -> None:
     generation = json.loads((tiny / "generation_config.json").read_text())
     text = ModelConfig.from_dir(tiny).text
@@ -130,21 +140,28 @@ def test_text_only_has_no_processor(tmp_path) -> None:
         assert not store.has_mtp
 
 
-def test_equal_arguments_give_equal_files(tiny, storage, tmp_path) -> None:
-    """Also with another number of threads, another hash seed and another process."""
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> Path:
+    """Written by another process with another hash seed, by one thread and by seven."""
+    place = tmp_path_factory.mktemp("elsewhere")
     code = (
         "import sys, torch\n"
         "from glmflash.weights.presets import preset\n"
         "from glmflash.weights.random import write_checkpoint\n"
         "for threads in (1, 7):\n"
         "    torch.set_num_threads(threads)\n"
-        "    write_checkpoint(f'{sys.argv[1]}/{threads}', preset('tiny'), sys.argv[2])\n"
+        "    for storage in sys.argv[2:]:\n"
+        "        write_checkpoint(f'{sys.argv[1]}/{threads}-{storage}', preset('tiny'), storage)\n"
         "    assert torch.get_num_threads() == threads\n"
     )
-    done = run(code, str(tmp_path), storage, env=os.environ | {"PYTHONHASHSEED": "7"})
+    done = run(code, str(place), *STORAGES, env=os.environ | {"PYTHONHASHSEED": "7"})
     assert done.returncode == 0, done.stderr
-    for threads in ("1", "7"):
-        assert digests(tmp_path / threads) == digests(tiny)
+    return place
+
+
+@pytest.mark.parametrize("threads", [1, 7])
+def test_equal_arguments_give_equal_files(tiny, storage, elsewhere, threads) -> None:
+    assert digests(elsewhere / f"{threads}-{storage}") == digests(tiny)
 
 
 def test_another_seed_changes_all_weights(tiny, storage, tmp_path) -> None:
@@ -220,24 +237,35 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path) -> None:
     assert grown < 100 * MIB
 
 
-def test_loads_in_transformers(tiny, storage) -> None:
-    from transformers import AutoModelForImageTextToText, AutoTokenizer
-
+def test_same_model_in_transformers(tiny, storage) -> None:
+    """Every tensor finds its place there but the MTP layer's, and the logits are ours."""
     if storage == "fp8":
         pytest.importorskip("accelerate")
     model, info = AutoModelForImageTextToText.from_pretrained(tiny, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert not info["error_msgs"]
-    mtp = "model.language_model.layers.5."
     assert info["unexpected_keys"]
-    assert all(key.startswith(mtp) for key in info["unexpected_keys"])
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    ids = tokenizer("[gMASK]<sop><|user|>What is the answer?<|assistant|>", return_tensors="pt")
-    logits = model.eval()(**ids).logits.detach().float()
-    assert bool(logits.isfinite().all())
-    assert 0.5 < float(logits.std()) < 3  # real models: about 1.3
-    assert tokenizer.eos_token_id == ModelConfig.from_dir(tiny).text.eos_token_id[0]
+    assert all(key.startswith("model.language_model.layers.5.") for key in info["unexpected_keys"])
+    ids = random_tokens(24, seed=1)  # more than the 8 that sparse attention looks at
+    theirs = trusted_logits(model.float().eval(), ids)
+    with glmflash.open(tiny, dtype="float32") as engine:
+        assert_parity(np.asarray(engine.logits(ids)), theirs)
+    assert 0.5 < theirs.std() < 3  # real models: about 1.3
+
+
+@pytest.mark.parametrize("storage", ["bf16"], indirect=True)
+def test_transformers_loads_the_tokenizer(tiny) -> None:
+    text = "[gMASK]<sop><|user|>What is the answer?\n<|assistant|>"
+    ours = Tokenizer.from_dir(tiny, ModelConfig.from_dir(tiny))
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        theirs = kind.from_pretrained(tiny)
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode_raw(text)
+        assert theirs.decode(ids) == text == ours.decode(ids)
+        assert theirs.decode(ids, skip_special_tokens=True) == "What is the answer?\n"
+        assert theirs.eos_token_id == ModelConfig.from_dir(tiny).text.eos_token_id[0]
+        assert len(theirs) == ours.vocab_length
 
 
 # Refusals
@@ -298,6 +326,12 @@ def test_a_small_disk_is_refused(small_disk) -> None:
     assert list(small_disk.iterdir()) == []
 
 
+def test_a_disk_that_takes_nothing(small_disk) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ResourceError, match=r"cannot write .*: Read-only file system; nothing"):
+        write_checkpoint(small_disk / "x", preset("tiny"))
+
+
 def test_a_disk_that_fills_up_meanwhile(small_disk) -> None:
     def somebody_else_writes(_done: int, _total: int) -> None:
         with (small_disk / "other").open("wb") as other:
@@ -310,22 +344,13 @@ def test_a_disk_that_fills_up_meanwhile(small_disk) -> None:
 
 def test_files_of_limited_size(tmp_path) -> None:
     """Needs no root: the kernel refuses to let a file of this process grow."""
-    code = (
-        "import sys\n"
-        "from glmflash.errors import ResourceError\n"
-        "from glmflash.weights.presets import preset\n"
-        "from glmflash.weights.random import write_checkpoint\n"
-        "try:\n"
-        "    write_checkpoint(sys.argv[1], preset('tiny'))\n"
-        "except ResourceError as error:\n"
-        "    print(error)"
-    )
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
-
-    done = run(code, str(tmp_path / "x"), preexec_fn=limit)
-    assert "full, or files there are limited" in done.stdout, done.stderr
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, usual[1]))
+    try:
+        with pytest.raises(ResourceError, match="full, or files there are limited"):
+            write_checkpoint(tmp_path / "x", preset("tiny"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert list(tmp_path.iterdir()) == []
 
 

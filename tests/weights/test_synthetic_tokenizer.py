@@ -35,10 +35,15 @@ def released() -> dict:
     return json.loads(tokenizer_files(RELEASED_SIZE, 1_048_576)["tokenizer.json"])
 
 
-@pytest.mark.parametrize("size", [292, 293, 2024, 32_744, 400_000])
+@pytest.mark.parametrize("size", [292, 293, 2024, 32_744, RELEASED_SIZE])
 def test_exactly_the_asked_ids(size) -> None:
     made = tokenizers.Tokenizer.from_str(tokenizer_files(size, 4096)["tokenizer.json"])
     assert sorted(made.get_vocab().values()) == list(range(size))
+
+
+def test_the_largest_can_be_made() -> None:
+    made = json.loads(tokenizer_files(400_000, 4096)["tokenizer.json"])
+    assert len(made["model"]["vocab"]) == 400_000 - 36
 
 
 def test_real_size_has_the_real_ids(released) -> None:
