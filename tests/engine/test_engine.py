@@ -179,6 +179,14 @@ def test_a_stop_token_ends_the_answer(engine, ids) -> None:
     assert answer.token_ids == free.token_ids[: first + 1]
 
 
+def test_long_random_answers_never_stumble_over_a_placeholder(engine) -> None:
+    for seed in range(4):
+        params = SamplingParams(max_tokens=250, seed=seed, temperature=3.0, ignore_eos=True)
+        answer = engine.generate([1, 2, 3], params)
+        assert len(answer.token_ids) == 250
+        assert not set(answer.token_ids) & set(engine.placeholders)
+
+
 def test_messages_are_rendered_as_a_chat(engine) -> None:
     chat = [glmflash.Message(role="user", content="Hi")]
     text = "[gMASK]<sop><|system|>Reasoning Effort: Low<|user|>Hi<|assistant|><think>"

@@ -176,10 +176,11 @@ class Engine:
                 f"the prompt has {length} tokens, the context holds {limit}; shorten it"
             )
 
-    def is_placeholder(self, token_id: int) -> bool:
-        """Whether the id stands for a feature of a picture or video."""
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids that stand for features of a picture or video; empty without a vision tower."""
         ids = self.config.token_ids
-        return ids is not None and self.vision is not None and token_id in (ids.image, ids.video)
+        return (ids.image, ids.video) if ids and self.vision else ()
 
     def prepare(self, media: Sequence[Media]) -> list[PreparedMedia]:
         """Decode and cut pictures and videos. Raises MediaError."""

@@ -64,6 +64,7 @@ def run(
         defaults.top_p if params.top_p is None else params.top_p,
         params.seed,
         engine.tokenizer.vocab_length if engine.tokenizer else None,
+        engine.placeholders,
     )
     room = engine.config.text.max_position_embeddings - len(ids)
     limit = min(room, params.max_tokens or room)

@@ -90,7 +90,7 @@ class Session:
         """Append one token; returns the fp32 logits `[vocab]` of the next position."""
         new = self.engine.check_tokens([token_id])
         self.engine.check_length(len(self.tokens) + 1)
-        if self.engine.is_placeholder(token_id):
+        if token_id in self.engine.placeholders:
             raise RequestError(
                 f"token {token_id} is a media placeholder; media come in through sync"
             )
