@@ -9,7 +9,6 @@ from typing import Any, Literal
 from glmflash.errors import RequestError
 
 Dtype = Literal["auto", "bfloat16", "float32"]
-ChatTemplate = Literal["native", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -20,24 +19,17 @@ class Settings:
     threads: CPU threads; None is the number of physical cores.
     prefill_chunk: tokens computed together while reading a prompt; bounds scratch memory.
     mtp: keep the MTP layer's caches current, so that sessions can draft tokens.
-    chat_template: who renders messages: "native" is this package, "checkpoint" the checkpoint's
-    own chat_template.jinja, in a sandbox.
     """
 
     dtype: Dtype = "auto"
     threads: int | None = None
     prefill_chunk: int = 512
     mtp: bool = False
-    chat_template: ChatTemplate = "native"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32"):
             raise RequestError(
                 f"dtype {self.dtype!r} is not known; use 'auto', 'bfloat16' or 'float32'"
-            )
-        if self.chat_template not in ("native", "checkpoint"):
-            raise RequestError(
-                f"chat_template {self.chat_template!r} is not known; use 'native' or 'checkpoint'"
             )
         if self.threads is not None and not 1 <= self.threads <= 4096:
             raise RequestError(f"threads must be 1..4096, not {self.threads}")

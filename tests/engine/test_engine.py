@@ -179,33 +179,11 @@ def test_a_stop_token_ends_the_answer(engine, ids) -> None:
     assert answer.token_ids == free.token_ids[: first + 1]
 
 
-def test_long_random_answers_never_stumble_over_a_placeholder(engine) -> None:
-    for seed in range(4):
-        params = SamplingParams(max_tokens=250, seed=seed, temperature=3.0, ignore_eos=True)
-        answer = engine.generate([1, 2, 3], params)
-        assert len(answer.token_ids) == 250
-        assert not set(answer.token_ids) & set(engine.placeholders)
-
-
 def test_messages_are_rendered_as_a_chat(engine) -> None:
     chat = [glmflash.Message(role="user", content="Hi")]
     text = "[gMASK]<sop><|system|>Reasoning Effort: Low<|user|>Hi<|assistant|><think>"
     params = SamplingParams(max_tokens=5, temperature=0, effort="low", ignore_eos=True)
     assert engine.generate(chat, params).token_ids == engine.generate(text, params).token_ids
-
-
-def test_the_checkpoints_own_template_can_be_chosen(checkpoint, tmp_path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(checkpoint, own)
-    with pytest.raises(errors.CheckpointError, match=r"chat_template\.jinja"):
-        glmflash.open(own, chat_template="checkpoint")
-    (own / "chat_template.jinja").write_text("[gMASK]{{ messages[0].content }}<think>")
-    chat = [glmflash.Message(role="user", content="Hi <sop>")]
-    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with glmflash.open(own, chat_template="checkpoint") as engine:
-        encode, control = engine.tokenizer.encode_text, engine.tokenizer.control
-        ids = [control("[gMASK]"), *encode("Hi <sop>"), control("<think>")]
-        assert engine.generate(chat, params).token_ids == engine.generate(ids, params).token_ids
 
 
 @pytest.mark.parametrize(
@@ -232,8 +210,7 @@ def test_what_cannot_be_served_is_refused(engine, call, error, says) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [({"dtype": "int4"}, "not known"), ({"chat_template": "x"}, "not known"),
-     ({"threads": 0}, "threads"), ({"prefill_chunk": 0}, "1.."),
+    [({"dtype": "int4"}, "not known"), ({"threads": 0}, "threads"), ({"prefill_chunk": 0}, "1.."),
      ({"prefil_chunk": 8}, "did you mean 'prefill_chunk'")],
 )  # fmt: skip
 def test_wrong_settings_are_refused(checkpoint, overrides, says) -> None:

@@ -47,12 +47,6 @@ def test_rows_beyond_the_tokenizer_are_never_drawn() -> None:
     assert Sampler(0.0, 1.0, seed=0, allowed=2)(logits)[0] in (0, 1)
 
 
-def test_placeholders_are_never_drawn() -> None:
-    logits = torch.tensor([0.0, 50.0, 0.0])
-    assert {Sampler(1.0, 1.0, seed, banned=[1])(logits)[0] for seed in range(50)} == {0, 2}
-    assert Sampler(0.0, 1.0, seed=0, banned=[1, 0])(logits)[0] == 2
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"max_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,6 @@ from glmflash.errors import RequestError
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich's help would double the time that `--help` takes
     help="Make checkpoints.\n\nExample:\n\n  glmflash checkpoint random ./tiny --like tiny",
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -67,12 +65,12 @@ def random(
 
     with writing(str(out)) as update:
         total = write_checkpoint(out, model, dtype, seed, size, update)
-    console(stderr=True).print(f"wrote {out}: {total:,} bytes of tensors", soft_wrap=True)
+    console(stderr=True).print(f"wrote {out}: {total:,} bytes of tensors", markup=False)
 
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
     value = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    if not 1 <= value < math.inf:
+    if not match or value < 1:
         raise RequestError(f"--shard-size is {text!r}; give a size such as 5GiB or 500MB")
     return int(value)

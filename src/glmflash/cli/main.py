@@ -23,7 +23,6 @@ app = typer.Typer(
     name="glmflash",
     help="GLM-5.3-Flash on whatever you own: inspect it, run it, prove that it is right.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich's help would double the time that `--help` takes
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

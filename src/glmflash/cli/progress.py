@@ -25,18 +25,10 @@ def reading() -> Iterator[Callable[[int], None]]:
 @contextmanager
 def writing(name: str) -> Iterator[Callable[[int, int], None]]:
     """While a checkpoint is written: give the yielded function bytes written and bytes in all."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     screen = console(stderr=True)
-    title = TextColumn("{task.description}", markup=False)
-    columns = (title, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=screen, transient=True,
         disable=not screen.is_terminal,
@@ -51,7 +43,7 @@ def _bar(title: str, unit: str) -> Iterator[Callable[[int], None]]:
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}"),
         TextColumn(f"{{task.completed}} {unit}"),
         TimeElapsedColumn(),
     )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from glmflash.chat.media import PreparedMedia, ProcessorConfig, prepare
 from glmflash.chat.messages import Message
-from glmflash.chat.template import JinjaTemplate, render
 from glmflash.chat.tokenizer import Tokenizer
 from glmflash.engine import generation
 from glmflash.engine.loading import GenerationDefaults, fingerprint, locate, plan_memory
@@ -71,11 +70,6 @@ class Engine:
                 torch.set_num_threads(settings.threads)
             weights = Weights(self.store, self.dtype, plan_memory(self.store, self.dtype))
             self.tokenizer = Tokenizer.find(directory, self.config)
-            self.render = (
-                JinjaTemplate.from_dir(directory).render
-                if settings.chat_template == "checkpoint"
-                else render
-            )
             self.defaults = GenerationDefaults.from_dir(directory, self.config.text)
             self.processor = ProcessorConfig.from_dir(directory)
             if self.config.vision:
@@ -176,11 +170,10 @@ class Engine:
                 f"the prompt has {length} tokens, the context holds {limit}; shorten it"
             )
 
-    @property
-    def placeholders(self) -> tuple[int, ...]:
-        """Ids that stand for features of a picture or video; empty without a vision tower."""
+    def is_placeholder(self, token_id: int) -> bool:
+        """Whether the id stands for a feature of a picture or video."""
         ids = self.config.token_ids
-        return (ids.image, ids.video) if ids and self.vision else ()
+        return ids is not None and self.vision is not None and token_id in (ids.image, ids.video)
 
     def prepare(self, media: Sequence[Media]) -> list[PreparedMedia]:
         """Decode and cut pictures and videos. Raises MediaError."""
@@ -197,15 +190,12 @@ class Engine:
     def read(
         self, ids: list[int], start: int, placed: list[Placed], state: SequenceState
     ) -> Iterator[tuple[int, Tensor]]:
-        """Advance `state` over the ids of positions start.., chunk by chunk.
-
-        placed: media of the whole sequence. Yields the length so far and hidden states `[t, D]`.
-        """
+        """Advance `state` over ids[start:] in chunks; yields tokens read and hidden `[t, D]`."""
         with torch.inference_mode():
             features = self._features(placed, start)
         step = self.settings.prefill_chunk
-        for first in range(start, start + len(ids), step):
-            chunk = torch.tensor(ids[first - start : first - start + step])
+        for first in range(start, len(ids), step):
+            chunk = torch.tensor(ids[first : first + step])
             with torch.inference_mode():
                 embeddings = self.model.embed(chunk)
                 if features is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,20 +9,13 @@ from torch import Tensor
 class Sampler:
     """Draws tokens of one request.
 
-    allowed: ids at or above it belong to no token and are never drawn. banned: nor are these,
-    the placeholders of media.
+    allowed: ids at or above it belong to no token and are never drawn.
     """
 
     def __init__(
-        self,
-        temperature: float,
-        top_p: float,
-        seed: int | None,
-        allowed: int | None = None,
-        banned: Sequence[int] = (),
+        self, temperature: float, top_p: float, seed: int | None, allowed: int | None = None
     ) -> None:
         self.temperature, self.top_p, self.allowed = temperature, top_p, allowed
-        self.banned = list(banned)
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()
@@ -35,8 +26,6 @@ class Sampler:
         """fp32 logits `[vocab]` to a token and its log probability under the model."""
         logits = logits[: self.allowed]
         logprobs = logits.log_softmax(-1)
-        if self.banned:
-            logits = logits.index_fill(0, torch.tensor(self.banned), float("-inf"))
         token = int(logits.argmax()) if self.temperature == 0 else self._draw(logits)
         return token, float(logprobs[token])
 

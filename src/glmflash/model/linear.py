@@ -46,13 +46,6 @@ class Weights:
         return Linear(self, f"{self.prefix}{name}.weight")
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """`x Wᵀ`, `[..., in]` to `[..., out]`."""
-    if x.dim() == 2 and x.shape[0] == 1:  # torch's matrix times vector reads memory faster
-        return torch.mv(weight, x[0]).unsqueeze(0)
-    return functional.linear(x, weight)
-
-
 class Linear:
     """`y = x Wᵀ` with W `[out, in]`; no projection of the text trunk has a bias."""
 
@@ -74,4 +67,4 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
-        return project(x, self.weight)
+        return functional.linear(x, self.weight)

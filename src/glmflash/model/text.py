@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from glmflash.config import TextConfig
 from glmflash.model.kda import KimiDeltaAttention
-from glmflash.model.linear import Weights, project
+from glmflash.model.linear import Weights
 from glmflash.model.mhc import HyperConnection, collapse_streams, expand_streams
 from glmflash.model.mla import Selection, SparseLatentAttention
 from glmflash.model.moe import MixtureOfExperts, Mlp
@@ -120,7 +120,7 @@ class TextModel:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states `[T, D]` to fp32 logits `[T, vocab]`."""
-        return project(hidden, self.head_weight).float()
+        return functional.linear(hidden, self.head_weight).float()
 
     def draft(self, state: SequenceState, token: int, count: int) -> list[int]:
         """Greedy drafts of the `count` tokens after `token`, which the trunk has not read yet.

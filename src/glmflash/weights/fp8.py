@@ -61,8 +61,8 @@ def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(-(-rows // 128), blocks)
     for i, begin in enumerate(range(0, rows, 128)):
         part = w[begin : begin + 128].float()
-        # by columns first: only one row, not the block, is padded to whole blocks
-        largest = torch.nn.functional.pad(part.abs().amax(0), (0, blocks * 128 - columns))
-        scale[i] = largest.view(blocks, 128).amax(1).clamp_min(TINIEST) / LARGEST
+        padded = torch.nn.functional.pad(part, (0, blocks * 128 - columns))
+        largest = padded.view(len(part), blocks, 128).abs().amax(dim=(0, 2))
+        scale[i] = largest.clamp_min(TINIEST) / LARGEST
         w8[begin : begin + 128] = part / scale[i].repeat_interleave(128)[:columns]
     return w8, scale

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from glmflash.config import GlmMoeDsaConfig, ModelConfig, TextConfig, VisionConfig
 
@@ -25,7 +26,8 @@ SCALE_SUFFIX = "_scale_inv"  # "…weight" and its scales "…weight_scale_inv"
 _Row = tuple[str, tuple[int, ...], str]  # name below its prefix, shape, type in the FP8 release
 
 
-class TensorSpec(NamedTuple):  # quicker to make than a dataclass, and there are 118,629
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
     """One expected tensor. dtype as safetensors writes it; layer: index of its decoder layer."""
 
     name: str
