@@ -13,12 +13,11 @@ INLINE float fp8_value(int code) {
 
 // Packed offsets are counted in elements: k * PANEL, for every format.
 // Format<W, X>: STEP values of k are decoded at once into `w[STEP / PAIR][2]`; PAIR is the number
-// of k that one multiply-add consumes; the decoded values times UNIT are the weights.
+// of k that one multiply-add consumes.
 template <class W, class X> struct Format;
 
 template <> struct Format<float, float> {
   static constexpr int STEP = 1, PAIR = 1;
-  static constexpr float UNIT = 1;
   INLINE void decode(const float* p, F (&w)[1][2]) { w[0][0] = load(p), w[0][1] = load(p + LANES); }
 };
 
@@ -27,7 +26,6 @@ INLINE F high_half(Words w) { return from_bits(w & 0xffff0000); }
 
 template <> struct Format<bf16, float> {
   static constexpr int STEP = 2, PAIR = 1;
-  static constexpr float UNIT = 1;
   INLINE void decode(const bf16* p, F (&w)[2][2]) {
     for (int g = 0; g < 2; g++) {
       const Words pair = load_words(p + g * 2 * LANES);
@@ -39,7 +37,6 @@ template <> struct Format<bf16, float> {
 #if GLMFLASH_AVX512
 template <> struct Format<bf16, bf16> {
   static constexpr int STEP = 2, PAIR = 2;
-  static constexpr float UNIT = 1;
   INLINE void decode(const bf16* p, F (&w)[1][2]) {
     for (int g = 0; g < 2; g++) w[0][g] = load_as<F>(p + g * 2 * LANES);
   }
@@ -59,7 +56,6 @@ static const Fp8Table fp8_table;
 
 template <> struct Format<fp8, bf16> {
   static constexpr int STEP = 4, PAIR = 2;
-  static constexpr float UNIT = 1;
   INLINE void decode(const fp8* p, F (&w)[2][2]) {
     const __m512i sign = _mm512_set1_epi8(char(0x80));
     const __m512i h0 = _mm512_load_si512(fp8_table.high), h1 = _mm512_load_si512(fp8_table.high + 64);
@@ -77,7 +73,6 @@ template <> struct Format<fp8, bf16> {
 
 template <> struct Format<fp8, float> {
   static constexpr int STEP = 4, PAIR = 1;
-  static constexpr float UNIT = 1;
   INLINE void decode(const fp8* p, F (&w)[4][2]) {
     F pairs[2][2];
     Format<fp8, bf16>::decode(p, pairs);
@@ -91,29 +86,25 @@ template <> struct Format<fp8, float> {
 #elif GLMFLASH_AVX2
 // The bits of e4m3 moved into fp16 are the value times 2^-8, subnormals included.
 template <> struct Format<fp8, float> {
-  static constexpr int STEP = 4, PAIR = 1;
-  static constexpr float UNIT = 256;
-  INLINE void decode(const fp8* p, F (&w)[4][2]) {
-    for (int k = 0; k < 4; k++) {
-      __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + k * PANEL)));
-      half = _mm256_and_si256(_mm256_slli_epi16(half, 7), _mm256_set1_epi16(short(0xbf80)));
-      w[k][0] = (F)_mm256_cvtph_ps(_mm256_castsi256_si128(half));
-      w[k][1] = (F)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-    }
+  static constexpr int STEP = 1, PAIR = 1;
+  INLINE void decode(const fp8* p, F (&w)[1][2]) {
+    __m256i half = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    half = _mm256_and_si256(_mm256_slli_epi16(half, 7), _mm256_set1_epi16(short(0xbf80)));
+    w[0][0] = (F)_mm256_cvtph_ps(_mm256_castsi256_si128(half)) * 256.f;
+    w[0][1] = (F)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) * 256.f;
   }
 };
 #else
 template <> struct Format<fp8, float> {
-  static constexpr int STEP = 8, PAIR = 1;
-  static constexpr float UNIT = 1;
-  INLINE void decode(const fp8* p, F (&w)[8][2]) {
+  static constexpr int STEP = 1, PAIR = 1;
+  INLINE void decode(const fp8* p, F (&w)[1][2]) {
     typedef fp8 Codes __attribute__((vector_size(LANES)));
-    for (int i = 0; i < 16; i++) {
-      const Words code = __builtin_convertvector(load_as<Codes>(p + i * LANES), Words);
+    for (int g = 0; g < 2; g++) {
+      const Words code = __builtin_convertvector(load_as<Codes>(p + g * LANES), Words);
       const Words normal = ((code & 0x7f) << 20) + (120u << 23);
       const F subnormal = __builtin_convertvector((Ints)(code & 7), F) * 0x1p-9f;
       const Words size = (code & 0x78) == 0 ? bits(subnormal) : normal;
-      w[i / 2][i % 2] = from_bits(size | (code & 0x80) << 24);
+      w[0][g] = from_bits(size | (code & 0x80) << 24);
     }
   }
 };

@@ -1,8 +1,8 @@
 // Kimi delta attention between its projections: short convolution, gates, delta rule, gated norm.
 //
-// One task is one head of one sequence and a block of tokens: everything that does not need the
-// state is prepared first, then the recurrence runs over column blocks of the state that stay in
-// the L1 cache. A single token works on the state in place. Each state element and each sum
+// One task is one head of one sequence. Its tokens pass in blocks: everything that does not need
+// the state is prepared first, then the recurrence runs over column blocks of the state that stay
+// in the L1 cache. A single token works on the state in place. Each state element and each sum
 // has one order of operations, so any split of a sequence into calls gives the same bits.
 #include <nanobind/stl/vector.h>
 
@@ -66,27 +66,20 @@ INLINE void convolve(const Layer& layer, const Inputs<E>& in, const Sequence& se
   const auto row = [&](Index t) {  // row t of the sequence, negative ones are the left context
     return t < 0 ? static_cast<const E*>(seq.conv) + (t + before) * channels : in.qkv(seq.first + t);
   };
-  const E* context[MOST_TAPS] = {};  // the rows before `begin`
-  const float* taps[MOST_TAPS] = {};
-  for (Index i = 0; i < layer.taps; i++) {
-    const Index slot = MOST_TAPS - layer.taps + i;
-    taps[slot] = layer.conv_weight + i * channels + c;
-    if (i) context[slot] = row(begin + i - layer.taps) + c;
-  }
   constexpr Index LINE = 64 / sizeof(E);
   for (Index j = 0; j < width; j += LANES) {
     const Index left = layer.dim - j;
-    // rows are far apart, so no hardware prefetcher sees their next line, or the first of k and v
+    // rows are far apart, so no hardware prefetcher sees the next line, or the first of k and v
     const Index ahead = j + LINE < layer.dim ? c + j + LINE : c + layer.heads * layer.dim;
     F weight[MOST_TAPS] = {}, window[MOST_TAPS] = {};
-    for (int i = 0; i < MOST_TAPS; i++) {
-      if (taps[i]) weight[i] = load_row(taps[i] + j, left);
-      if (context[i]) window[i] = load_row(context[i] + j, left);
+    for (Index i = 0; i < layer.taps; i++) {
+      const Index slot = MOST_TAPS - layer.taps + i;
+      weight[slot] = load_row(layer.conv_weight + i * channels + c + j, left);
+      if (i) window[slot] = load_row(row(begin + i - layer.taps) + c + j, left);
     }
     for (Index t = 0; t < count; t++) {
       for (int i = 1; i < MOST_TAPS; i++) window[i - 1] = window[i];
       __builtin_prefetch(row(begin + t) + ahead);
-      if (j < LINE) __builtin_prefetch(row(begin + t + 8) + c);
       window[MOST_TAPS - 1] = load_row(row(begin + t) + c + j, left);
       F sum = window[0] * weight[0];
       for (int i = 1; i < MOST_TAPS; i++) sum = fma(window[i], weight[i], sum);
@@ -116,10 +109,6 @@ void prepare(const Layer& layer, const Inputs<E>& in, const Sequence& seq, Index
     const F q_factor = set1(unit_length(q, p.width) / std::sqrt(float(dim)));
     const F k_factor = set1(unit_length(k, p.width));
     F match = zero();
-    for (Index j = 0; j < dim; j += 64 / sizeof(E)) {
-      __builtin_prefetch(in.decay(row + 4) + c + j);
-      __builtin_prefetch(in.gate(row) + c + j, 0, 2);
-    }
     for (Index j = 0; j < p.width; j += LANES) {
       const F key = load(k + j) * k_factor, query = load(q + j) * q_factor;
       match = fma(query, key, match);
@@ -138,17 +127,14 @@ void prepare(const Layer& layer, const Inputs<E>& in, const Sequence& seq, Index
 
 // One walk over a column block of the state (V vectors wide, rows `ld` apart): finishes token
 // `now` by its decay and write, and collects S^T k and S^T q of token `next`, decay included.
-// The sums run over the two halves of the key channels apart, then join. The state of the thread's
-// next task, `upcoming`, is fetched meanwhile: even rows by the first walk, odd ones by the second.
+// The sums run over the two halves of the key channels apart, then join.
 template <int V, bool FINISH, bool COLLECT>
 INLINE void walk(float* state, Index ld, Index dim, const Prepared& p, Index now, Index next,
-                 const F* write, F* recalled, F* read, const float* upcoming) {
+                 const F* write, F* recalled, F* read) {
   const float *k = p.key + now * p.width, *e = p.decay + now * p.width;
   const float *ke = p.key_decayed + next * p.width, *qe = p.query_decayed + next * p.width;
   F part[2][2][V] = {};
   const auto row = [&](Index i, int half) {
-    if (V > 2 && upcoming && i % 2 == FINISH)
-      for (int n = 0; n < V; n++) __builtin_prefetch(upcoming + i * ld + n * LANES, 0, 2);
     F key, fade, key_next, query_next;  // spread once for all columns
     if constexpr (FINISH) key = in_register(set1(k[i])), fade = in_register(set1(e[i]));
     if constexpr (COLLECT)
@@ -186,10 +172,9 @@ INLINE void walk(float* state, Index ld, Index dim, const Prepared& p, Index now
 
 // The recurrence of `count` prepared tokens over one column block that starts at column c.
 template <int V>
-INLINE void recur(float* state, Index ld, Index dim, const Prepared& p, Index count, Index c,
-                  const float* upcoming = nullptr) {
+INLINE void recur(float* state, Index ld, Index dim, const Prepared& p, Index count, Index c) {
   F recalled[V], read[V], write[V];
-  walk<V, false, true>(state, ld, dim, p, 0, 0, write, recalled, read, upcoming);
+  walk<V, false, true>(state, ld, dim, p, 0, 0, write, recalled, read);
   for (Index t = 0; t < count; t++) {
     for (int n = 0; n < V; n++) {
       const Index at = t * p.width + c + n * LANES;
@@ -197,29 +182,30 @@ INLINE void recur(float* state, Index ld, Index dim, const Prepared& p, Index co
       store(p.out + at, fma(set1(p.match[t]), write[n], read[n]));
     }
     if (t + 1 < count)
-      walk<V, true, true>(state, ld, dim, p, t, t + 1, write, recalled, read, nullptr);
+      walk<V, true, true>(state, ld, dim, p, t, t + 1, write, recalled, read);
     else
-      walk<V, true, false>(state, ld, dim, p, t, t, write, recalled, read, upcoming);
+      walk<V, true, false>(state, ld, dim, p, t, t, write, recalled, read);
   }
 }
 
-void advance(float* state, Index dim, const Prepared& p, Index count, const float* upcoming) {
+void advance(float* state, Index dim, const Prepared& p, Index count) {
   constexpr int WIDE = 4;
   if (count == 1 && dim % (WIDE * LANES) == 0) {  // in place: the state is read and written once
     for (Index c = 0; c < dim; c += WIDE * LANES)
-      recur<WIDE>(state + c, dim, dim, p, count, c, upcoming ? upcoming + c : nullptr);
+      recur<WIDE>(state + c, dim, dim, p, count, c);
     return;
   }
   struct Slot;
   float* block = scratch<Slot, float>(dim * COLUMNS);
   for (Index c = 0; c < dim; c += COLUMNS) {
-    for (Index i = 0; i < dim; i++)
-      for (Index j = 0; j < COLUMNS; j += LANES)
-        store(block + i * COLUMNS + j, load_row(state + i * dim + c + j, dim - c - j));
+    const Index width = dim - c < COLUMNS ? dim - c : COLUMNS;
+    for (Index i = 0; i < dim; i++) {
+      for (Index j = width; j < COLUMNS; j++) block[i * COLUMNS + j] = 0;
+      std::memcpy(block + i * COLUMNS, state + i * dim + c, width * sizeof(float));
+    }
     recur<2>(block, COLUMNS, dim, p, count, c);
     for (Index i = 0; i < dim; i++)
-      for (Index j = 0; j < COLUMNS && c + j < dim; j += LANES)
-        store_row(state + i * dim + c + j, load(block + i * COLUMNS + j), dim - c - j);
+      std::memcpy(state + i * dim + c, block + i * COLUMNS, width * sizeof(float));
   }
 }
 
@@ -256,38 +242,22 @@ void keep_context(const Layer& layer, const Inputs<E>& in, const Sequence& seq, 
   }
 }
 
-// Heads [from, to) of one sequence. Blocks of tokens outside, heads inside: neighbouring heads share
-// the pages of a block's rows.
 template <class E>
-void run(const Layer& layer, const Inputs<E>& in, const Sequence& seq, Index from, Index to) {
-  const Prepared p(layer.dim);
-  const auto state = [&](Index head) { return seq.state + head * layer.dim * layer.dim; };
-  for (Index begin = 0; begin < seq.count; begin += BLOCK)
-    for (Index head = from; head < to; head++) {
+void run(const Layer& layer, const Inputs<E>& in, const std::vector<Sequence>& sequences) {
+  const Index tasks = Index(sequences.size()) * layer.heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads())
+  for (Index task = 0; task < tasks; task++) {
+    const Sequence& seq = sequences[task / layer.heads];
+    const Index head = task % layer.heads;
+    const Prepared p(layer.dim);
+    for (Index begin = 0; begin < seq.count; begin += BLOCK) {
       const Index count = seq.count - begin < BLOCK ? seq.count - begin : BLOCK;
       prepare(layer, in, seq, begin, count, head, p);
-      advance(state(head), layer.dim, p, count, head + 1 < to ? state(head + 1) : nullptr);
+      advance(seq.state + head * layer.dim * layer.dim, layer.dim, p, count);
       for (Index t = 0; t < count; t++)
         finish(layer, in, seq.first + begin + t, head, p.out + t * p.width);
     }
-  for (Index head = from; head < to; head++) keep_context(layer, in, seq, head);
-}
-
-// Every thread takes neighbouring heads, an equal share of heads times tokens.
-template <class E>
-void run(const Layer& layer, const Inputs<E>& in, const std::vector<Sequence>& sequences,
-         Index rows) {
-#pragma omp parallel num_threads(threads())
-  {
-    const Index work = rows * layer.heads, team = team_size(), me = thread_index();
-    for (const Sequence& seq : sequences) {
-      const auto head = [&](Index share) {  // the first one that belongs to this share
-        const Index left = work * share / team - seq.first * layer.heads;
-        const Index h = left > 0 ? (left + seq.count - 1) / seq.count : 0;
-        return h < layer.heads ? h : layer.heads;
-      };
-      run(layer, in, seq, head(me), head(me + 1));
-    }
+    keep_context(layer, in, seq, head);
   }
 }
 
@@ -308,7 +278,7 @@ void kda(bool is_bf16, Address qkv, Index ld_qkv, Address decay, Index ld_decay,
     using E = decltype(zero);
     run<E>(layer, {{at<const E>(qkv), ld_qkv}, {at<const E>(decay), ld_decay},
                    {at<const E>(beta), ld_beta}, {at<const E>(gate), ld_gate},
-                   {at<E>(out), ld_out}}, sequences, first);
+                   {at<E>(out), ld_out}}, sequences);
   };
   is_bf16 ? typed(bf16()) : typed(float());
 }

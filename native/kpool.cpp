@@ -100,7 +100,6 @@ void append(Address keys, Index ldk, Address gates, Index ldg, Index count, Addr
 
 struct Query {          // one token
   const void* pools;    // [visible, dim] at least
-  const float* scales;  // [visible], of int8 pools
   Index seen, visible;  // tokens up to its own, complete pools among them
 };
 
@@ -109,121 +108,51 @@ template <class E> struct Scan {
   const E *queries, *weights;  // [T, heads * dim], [T, heads]
   Index ldq, ldw;
   float scale;                 // of a weighted score
-
-  Index columns() const { return round_up(heads, LANES); }
-  F head_weights(Index t, Index h) const {
-    return load_row(weights + t * ldw + h, heads - h) * scale;
-  }
 };
 
 constexpr Index POOLS = 16;  // scored together
 
-// A query against pools of its own type: exact products, fp32 sums.
-template <int PACK, class E> struct Exact {
-  const Scan<E>& s;
+// A query packed as vectors over heads, and its head weights.
+template <int PACK> struct Packed {
   Index units, columns;
   Unit* query;     // [units][columns]
   float* weights;  // [columns]
 
-  static Index size(const Scan<E>& s) { return (s.dim / PACK + 1) * s.columns(); }
-  Exact(const Scan<E>& scan, Index t, float* memory)
-      : s(scan), units(s.dim / PACK), columns(s.columns()), query(memory),
+  static Index size(Index heads, Index dim) {
+    return (dim / PACK + 1) * round_up(heads, LANES);
+  }
+  template <class E> Packed(const Scan<E>& s, Index t, float* memory)
+      : units(s.dim / PACK), columns(round_up(s.heads, LANES)), query(memory),
         weights(memory + units * columns) {
     pack_transposed<PACK>(s.queries + t * s.ldq, s.dim, s.heads, units, query, columns, columns);
-    for (Index h = 0; h < columns; h += LANES) store(weights + h, s.head_weights(t, h));
-  }
-
-  // Scores of pools [from, to), at most POOLS: sum_h w_h relu(q_h . pool).
-  void score(const Query& q, Index from, Index to, float* out) const {
-    struct Slot;
-    float* dots = scratch<Slot, float>(POOLS * (columns + s.dim));
-    const E* first = static_cast<const E*>(q.pools) + from * s.dim;
-    const auto units_at = [&](const auto* data, Index stride) {
-      multiply<PACK>([&](Index i) { return reinterpret_cast<const Unit*>(data + i * stride); },
-                     to - from, 1, query, columns, columns, units, dots, columns);
-    };
-    if constexpr (sizeof(E) * PACK == 4) {
-      units_at(first, s.dim);
-    } else {  // bf16 for fp32 units
-      float* wide = dots + POOLS * columns;
-      for (Index p = 0; p < to - from; p++)
-        for (Index j = 0; j < s.dim; j += LANES)
-          store_row(wide + p * s.dim + j, load_row(first + p * s.dim + j, s.dim - j), s.dim - j);
-      units_at(wide, s.dim);
-    }
-    for (Index p = 0; p < to - from; p++) {
-      F total = zero();
-      for (Index h = 0; h < columns; h += LANES)
-        total = fma(max(load(dots + p * columns + h), zero()), load(weights + h), total);
-      out[from + p] = sum(total);
-    }
+    for (Index h = 0; h < columns; h += LANES)
+      store(weights + h, load_row(s.weights + t * s.ldw + h, s.heads - h) * s.scale);
   }
 };
 
-// A query in int8 (one scale per head) against pools in int8 (one scale each, codes + 128): exact
-// integer sums of rounded values. The lossy choice.
-template <class E> struct Int8 {
-  const Scan<E>& s;
-  Index units, columns;
-  Unit* query;       // [units][columns], four codes each
-  float* weights;    // [columns], the head's scale in them
-  Ints* correction;  // [columns / LANES]: -128 times the sum of a head's codes
-
-  static Index size(const Scan<E>& s) { return (s.dim / 4 + 2) * s.columns(); }
-  Int8(const Scan<E>& scan, Index t, float* memory)
-      : s(scan), units(s.dim / 4), columns(s.columns()), query(memory),
-        weights(memory + units * columns),
-        correction(reinterpret_cast<Ints*>(weights + columns)) {
-    std::memset(memory, 0, size(s) * sizeof(float));
-    for (Index h = 0; h < columns; h += LANES) store(weights + h, s.head_weights(t, h));
-    for (Index h = 0; h < s.heads; h++) {
-      const E* q = s.queries + t * s.ldq + h * s.dim;
-      float most = 0;
-      for (Index j = 0; j < s.dim; j++) most = std::fmax(most, std::fabs(to_float(q[j])));
-      const float step = most / 127;
-      weights[h] *= step;
-      for (Index j = 0; j < s.dim; j++) {
-        const int code = step > 0 ? int(std::nearbyint(to_float(q[j]) / step)) : 0;
-        reinterpret_cast<std::int8_t*>(query + j / 4 * columns + h)[j % 4] = std::int8_t(code);
-        correction[h / LANES][h % LANES] -= 128 * code;
-      }
-    }
+// Scores of pools [from, to) with to - from <= POOLS: sum_h w_h relu(q_h . pool).
+template <int PACK, class E>
+INLINE void score(const Packed<PACK>& q, const E* pools, Index dim, Index from, Index to,
+                  float* out) {
+  struct Slot;
+  float* dots = scratch<Slot, float>(POOLS * (q.columns + dim));
+  const auto natural = [&](Index p) { return reinterpret_cast<const Unit*>(pools + p * dim); };
+  if constexpr (sizeof(E) * PACK == 4) {
+    multiply<PACK>([&](Index i) { return natural(from + i); }, to - from, 1, q.query, q.columns,
+                   q.columns, q.units, dots, q.columns);
+  } else {  // bf16 for fp32 units
+    float* wide = dots + POOLS * q.columns;
+    for (Index p = from; p < to; p++)
+      for (Index j = 0; j < dim; j += LANES)
+        store_row(wide + (p - from) * dim + j, load_row(pools + p * dim + j, dim - j), dim - j);
+    multiply<PACK>([&](Index i) { return wide + i * dim; }, to - from, 1, q.query, q.columns,
+                   q.columns, q.units, dots, q.columns);
   }
-
-  void score(const Query& q, Index from, Index to, float* out) const {
-    struct Slot;
-    float* dots = scratch<Slot, float>(POOLS * columns);
-    const auto* codes = static_cast<const std::uint8_t*>(q.pools);
-    multiply<4>([&](Index i) { return reinterpret_cast<const Unit*>(codes + (from + i) * s.dim); },
-                to - from, 1, query, columns, columns, units, dots, columns);
-    for (Index p = 0; p < to - from; p++) {
-      F total = zero();
-      for (Index h = 0; h < columns; h += LANES) {
-        const Ints dot = load_as<Ints>(dots + p * columns + h) + correction[h / LANES];
-        total = fma(max(__builtin_convertvector(dot, F), zero()), load(weights + h), total);
-      }
-      out[from + p] = sum(total) * q.scales[from + p];
-    }
-  }
-};
-
-// Pools [count, dim] to codes and scales.
-template <class E>
-void quantize(Address pools, Index count, Index dim, Address codes, Address scales) {
-#pragma omp parallel for schedule(static) num_threads(threads()) if (count > 64)
-  for (Index p = 0; p < count; p++) {
-    const E* x = at<const E>(pools) + p * dim;
-    F most = zero();
-    for (Index j = 0; j < dim; j += LANES) {
-      const F v = load_row(x + j, dim - j);
-      most = max(most, max(v, zero() - v));
-    }
-    float step = 0;
-    for (int i = 0; i < LANES; i++) step = std::fmax(step, most[i] / 127);
-    at<float>(scales)[p] = step;
-    for (Index j = 0; j < dim; j++)
-      at<std::uint8_t>(codes)[p * dim + j] =
-          std::uint8_t(128 + (step > 0 ? int(std::nearbyint(to_float(x[j]) / step)) : 0));
+  for (Index p = from; p < to; p++) {
+    F total = zero();
+    for (Index h = 0; h < q.columns; h += LANES)
+      total = fma(max(load(dots + (p - from) * q.columns + h), zero()), load(q.weights + h), total);
+    out[p] = sum(total);
   }
 }
 
@@ -297,58 +226,54 @@ void write_tokens(const Choice& c, Index t, const Query& q, const float* scores)
 // ---- scan and choice together ----------------------------------------------------------------
 
 // done(t, scores) takes the scores of token t; they are gone afterwards.
-template <class Form, class E, class Done>
+template <int PACK, class E, class Done>
 void scan(const Scan<E>& s, const std::vector<Query>& queries, Done done) {
   struct Slot;
-  const Index rows = Index(queries.size()), packed = round_up(Form::size(s), 16);
-  const auto memory = [&](Index t) {
-    return scratch<Slot, float>(packed + round_up(queries[t].visible, GROWTH));
-  };
+  const Index rows = Index(queries.size()), packed = Packed<PACK>::size(s.heads, s.dim);
   const auto blocks = [&](Index t) { return (queries[t].visible + POOLS - 1) / POOLS; };
-  const auto score = [&](const Form& form, Index t, Index block, float* scores) {
+  const auto score_block = [&](const Packed<PACK>& q, Index t, Index block, float* scores) {
     const Index from = block * POOLS, end = from + POOLS, all = queries[t].visible;
-    form.score(queries[t], from, end < all ? end : all, scores);
+    score<PACK>(q, static_cast<const E*>(queries[t].pools), s.dim, from, end < all ? end : all,
+                scores);
   };
   if (rows >= 2 * threads() || threads() == 1) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads())
     for (Index t = 0; t < rows; t++) {
-      float* at_t = memory(t);
-      const Form form(s, t, at_t);
-      for (Index b = 0; b < blocks(t); b++) score(form, t, b, at_t + packed);
-      done(t, at_t + packed);
+      float* memory = scratch<Slot, float>(packed + round_up(queries[t].visible, GROWTH));
+      const Packed<PACK> q(s, t, memory);
+      for (Index b = 0; b < blocks(t); b++) score_block(q, t, b, memory + packed);
+      done(t, memory + packed);
     }
     return;
   }
   for (Index t = 0; t < rows; t++) {  // few tokens: the pools are shared out
-    float* at_t = memory(t);
-    const Form form(s, t, at_t);
+    float* memory = scratch<Slot, float>(packed + round_up(queries[t].visible, GROWTH));
+    const Packed<PACK> q(s, t, memory);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (queries[t].visible > 256)
-    for (Index b = 0; b < blocks(t); b++) score(form, t, b, at_t + packed);
-    done(t, at_t + packed);
+    for (Index b = 0; b < blocks(t); b++) score_block(q, t, b, memory + packed);
+    done(t, memory + packed);
   }
 }
 
 template <class E, class Done>
 void run(const Scan<E>& s, const std::vector<Query>& queries, Done done) {
-  if (!queries.empty() && queries[0].scales) scan<Int8<E>>(s, queries, done);
-  else if (s.dim % MOST<E>) scan<Exact<1, E>>(s, queries, done);
-  else scan<Exact<MOST<E>, E>>(s, queries, done);
+  if (s.dim % MOST<E>) scan<1>(s, queries, done);
+  else scan<MOST<E>>(s, queries, done);
 }
 
-// Sequence i: counts[i] rows from position starts[i] on, pools at pools[i], scales at scales[i]
-// (0: the pools are of the queries' type).
+// Sequence i: counts[i] rows from position starts[i] on, pools at pools[i].
 template <class E>
 void select(Address queries, Index ldq, Address weights, Index ldw, Index heads, Index dim,
             float scale, Index kpool, Index most, bool tail, const std::vector<Index>& counts,
-            const std::vector<Address>& pools, const std::vector<Address>& scales,
-            const std::vector<Index>& starts, Address out, Index width) {
+            const std::vector<Address>& pools, const std::vector<Index>& starts, Address out,
+            Index width) {
   static thread_local std::vector<Query> memory;
   std::vector<Query>& rows = memory;  // other threads have a `memory` of their own
   rows.clear();
   for (std::size_t i = 0; i < counts.size(); i++)
     for (Index t = 0; t < counts[i]; t++) {
       const Index seen = starts[i] + t + 1;
-      rows.push_back({at<void>(pools[i]), at<const float>(scales[i]), seen, seen / kpool});
+      rows.push_back({at<void>(pools[i]), seen, seen / kpool});
     }
   const Choice c{kpool, most, tail, at<std::int32_t>(out), width};
   run(Scan<E>{heads, dim, at<const E>(queries), at<const E>(weights), ldq, ldw, scale}, rows,
@@ -358,10 +283,10 @@ void select(Address queries, Index ldq, Address weights, Index ldw, Index heads,
 // The scores of `count` queries alone, [count, visible]: for tests and measurements.
 template <class E>
 void scores(Address queries, Index ldq, Address weights, Index ldw, Index heads, Index dim,
-            float scale, Index count, Address pools, Address scales, Index visible, Address out) {
-  const Query one{at<void>(pools), at<const float>(scales), visible, visible};
-  run(Scan<E>{heads, dim, at<const E>(queries), at<const E>(weights), ldq, ldw, scale},
-      std::vector<Query>(count, one), [&](Index t, const float* s) {
+            float scale, Index count, Address pools, Index visible, Address out) {
+  const std::vector<Query> rows(count, Query{at<void>(pools), visible, visible});
+  run(Scan<E>{heads, dim, at<const E>(queries), at<const E>(weights), ldq, ldw, scale}, rows,
+      [&](Index t, const float* s) {
         std::memcpy(at<float>(out) + t * visible, s, visible * sizeof(float));
       });
 }
@@ -373,8 +298,6 @@ void bind_kpool(nb::module_& m) {
   m.def("pool_append_fp32", &append<float>, Unlocked(), "Take tokens in, finish their pools.");
   m.def("pool_select_bf16", &select<bf16>, Unlocked(), "Tokens that queries attend to.");
   m.def("pool_select_fp32", &select<float>, Unlocked(), "Tokens that queries attend to.");
-  m.def("pool_quantize_bf16", &quantize<bf16>, Unlocked(), "Pools to int8 codes and scales.");
-  m.def("pool_quantize_fp32", &quantize<float>, Unlocked(), "Pools to int8 codes and scales.");
   m.def("pool_scores_bf16", &scores<bf16>, Unlocked(), "Scores of every pool.");
   m.def("pool_scores_fp32", &scores<float>, Unlocked(), "Scores of every pool.");
 }

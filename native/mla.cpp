@@ -13,7 +13,6 @@ namespace {
 
 constexpr Index KEYS = 64;          // latents scored together, and weighted together
 constexpr Index PIECE = 16;         // units of the key half packed at a time
-constexpr Index AHEAD = 4096;       // elements of kv_b fetched before they are needed
 constexpr Index RANKS = 2 * LANES;  // latent columns of one weighted sum
 
 struct Row {                // one token
@@ -72,7 +71,6 @@ void absorb(const Layer<E, W>& l, Index first, Index tokens, Index h, E* absorbe
     const Index count = units - u < PIECE ? units - u : PIECE;
     for (Index i = 0; i < count; i++) {
       const W* row = l.keys(h) + (u + i) * PACK * l.rank;
-      for (Index j = 0; j < PACK * l.rank; j += 64 / sizeof(W)) __builtin_prefetch(row + AHEAD + j);
       pack_interleaved<PACK>(row, row + (PACK - 1) * l.rank, l.rank, packed + i * columns);
     }
     multiply<PACK>([&](Index t) { return q(t) + u; }, tokens, 1, packed, columns,
@@ -93,7 +91,7 @@ void project(const Layer<E, W>& l, Index first, Index tokens, Index h, Index fro
   Unit* packed = scratch<Slot, float>(units * columns + tokens * (columns + l.rank));
   float *sums = packed + units * columns, *wide = sums + tokens * columns;
   pack_transposed<PACK>(l.values(h) + from * l.rank, l.rank, to - from, units, packed, columns,
-                        columns, LANES * l.rank);
+                        columns);
   const auto row = [&](Index t) { return attended + (t * l.heads + h) * l.rank; };
   const Operand<PACK, E> a(row, tokens, l.rank, l.heads * l.rank / PACK, wide);
   multiply<PACK>(a, tokens, 1, packed, columns, columns, units, sums, columns);

@@ -1,4 +1,4 @@
-// What the hardware can do at best: the yardsticks that benchmarks put beside a kernel.
+// Reads memory and nothing else: the yardstick that benchmarks put beside a kernel.
 #include "ops.hpp"
 #include "simd.hpp"
 
@@ -48,40 +48,9 @@ static double peak_probe(std::int64_t steps) {
 #endif
 }
 
-// Reads and writes back `bytes` bytes of floats in place, one stream per thread.
-static void update_probe(Address data, std::size_t bytes) {
-  const std::int64_t count = bytes / sizeof(F);
-#pragma omp parallel for schedule(static) num_threads(threads())
-  for (std::int64_t i = 0; i < count; i++) {
-    float* p = at<float>(data) + i * LANES;
-    store(p, fma(load(p), set1(.999f), set1(1e-3f)));
-  }
-}
-
-// As peak_probe, fp32 multiply-adds whatever the instruction set.
-static double fp32_probe(std::int64_t steps) {
-  constexpr int CHAINS = 12;
-  int team = 1;
-#pragma omp parallel num_threads(threads())
-  {
-    if (thread_index() == 0) team = team_size();
-    F acc[CHAINS] = {}, a = set1(1e-3f), b = set1(2e-3f);
-    for (std::int64_t i = 0; i < steps; i++)
-      for (int j = 0; j < CHAINS; j++) {
-        acc[j] = fma(a, b, acc[j]);
-        asm volatile("" : "+v"(acc[j]));
-      }
-  }
-  return 2. * LANES * CHAINS * double(steps) * team;
-}
-
 void bind_probe(nb::module_& m) {
   m.def("read_probe", &read_probe, Unlocked(), nb::arg("data"), nb::arg("bytes"),
         "Read `bytes` bytes with one stream per thread; returns a checksum.");
   m.def("peak_probe", &peak_probe, Unlocked(), nb::arg("steps"),
         "Multiply-adds in registers; returns the floating point operations done.");
-  m.def("update_probe", &update_probe, Unlocked(), nb::arg("data"), nb::arg("bytes"),
-        "Read and write back `bytes` bytes of floats in place.");
-  m.def("fp32_probe", &fp32_probe, Unlocked(), nb::arg("steps"),
-        "fp32 multiply-adds in registers; returns the floating point operations done.");
 }

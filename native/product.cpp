@@ -41,7 +41,7 @@ struct Ahead {
 // Rows [0, M) of U consecutive blocks of a panel, then their scales. xstep: from block to block.
 template <class W, class X, int M, int U>
 INLINE void blocks(const W* w, const X* x, std::int64_t xstep, int count, const float* scale,
-                   float* c, std::int64_t ldc, const Ahead& ahead, int line, float unit) {
+                   float* c, std::int64_t ldc, const Ahead& ahead, int line) {
   typedef Format<W, X> Decoder;
   constexpr int PAIR = Decoder::PAIR, PARTS = Decoder::STEP / PAIR;
   constexpr int BYTES = PANEL * sizeof(W);  // of one k
@@ -50,7 +50,8 @@ INLINE void blocks(const W* w, const X* x, std::int64_t xstep, int count, const 
     for (int u = 0; u < U; u++) {
       F part[PARTS][2];
       Decoder::decode(w + (u * BLOCK + k) * PANEL, part);
-      for (int i = 0; i < Decoder::STEP * BYTES; i += 64) ahead.fetch(line++);
+      for (int i = 0; i < Decoder::STEP * BYTES; i += 64)
+        if (BYTES >= 64 || k * BYTES % 64 == 0) ahead.fetch(line++);
       for (int j = 0; j < PARTS; j++)
         for (int m = 0; m < M; m++)
           for (int g = 0; g < 2; g++) {
@@ -63,7 +64,7 @@ INLINE void blocks(const W* w, const X* x, std::int64_t xstep, int count, const 
     for (int m = 0; m < M; m++)
       for (int g = 0; g < 2; g++) {
         float* p = c + m * ldc + g * LANES;
-        store(p, fma(acc[u][m][g] * unit, s, load(p)));
+        store(p, fma(acc[u][m][g], s, load(p)));
       }
   }
 }
@@ -71,7 +72,7 @@ INLINE void blocks(const W* w, const X* x, std::int64_t xstep, int count, const 
 // M rows times `count` k of one panel, added to c.
 template <class W, class X, int M>
 void tile(const void* w_, const void* x_, std::int64_t xstep, std::int64_t count,
-          const float* scale, float* c, std::int64_t ldc, const Ahead& ahead, float unit) {
+          const float* scale, float* c, std::int64_t ldc, const Ahead& ahead) {
   constexpr int U = M <= 2 ? 2 : 1;  // blocks in flight: few rows alone do not hide the latency
   const W* w = static_cast<const W*>(w_);
   const X* x = static_cast<const X*>(x_);
@@ -80,18 +81,18 @@ void tile(const void* w_, const void* x_, std::int64_t xstep, std::int64_t count
     const X* xk = x + k / BLOCK * xstep;
     const int line = int(k * PANEL * sizeof(W) / 64);
     if (k + U * BLOCK <= count) {
-      blocks<W, X, M, U>(w + k * PANEL, xk, xstep, BLOCK, s, c, ldc, ahead, line, unit);
+      blocks<W, X, M, U>(w + k * PANEL, xk, xstep, BLOCK, s, c, ldc, ahead, line);
       k += U * BLOCK;
     } else {
       const int rest = int(std::min<std::int64_t>(BLOCK, count - k));
-      blocks<W, X, M, 1>(w + k * PANEL, xk, xstep, rest, s, c, ldc, ahead, line, unit);
+      blocks<W, X, M, 1>(w + k * PANEL, xk, xstep, rest, s, c, ldc, ahead, line);
       k += BLOCK;
     }
   }
 }
 
 typedef void (*Tile)(const void*, const void*, std::int64_t, std::int64_t, const float*, float*,
-                     std::int64_t, const Ahead&, float);
+                     std::int64_t, const Ahead&);
 template <class W, class X, int... M>
 Tile choose(int rows, std::integer_sequence<int, M...>) {
   static constexpr Tile tiles[] = {tile<W, X, M + 1>...};
@@ -186,7 +187,7 @@ void multiply_as(const Matrix& a, std::int64_t first, int group, const X* x, std
       for (int g = 0; g < group; g++) {
         if (widen || t) ahead[g] = {(const char*)w[g], 0, 0};  // nothing more to fetch
         run(w[g], x + (k / BLOCK * m + row) * BLOCK, m * BLOCK, count, scale[g],
-            c + row * ldc + g * PANEL, ldc, ahead[g], Format<W, X>::UNIT);
+            c + row * ldc + g * PANEL, ldc, ahead[g]);
       }
     }
   }

@@ -1,7 +1,7 @@
 // Small matrix products for operands that change with every call (attention, pool scores).
 //
 // Everything is made of 4-byte units along the summed axis: one fp32 value, or two neighbouring
-// bf16 values where the processor multiplies pairs (PACK = 2), or four bytes (PACK = 4). One side broadcasts units, the
+// bf16 values where the processor multiplies pairs (PACK = 2). One side broadcasts units, the
 // other holds them as vectors [units][columns]. A result is one accumulator over ascending units
 // whatever the number of rows, columns or pieces, so results do not depend on the blocking.
 #pragma once
@@ -12,29 +12,7 @@ typedef float Unit __attribute__((may_alias, aligned(1)));
 // Values in a unit when the elements are E and every summed length is even.
 template <class E> constexpr int MOST = LANES == 16 && sizeof(E) == 2 ? 2 : 1;
 
-// PACK = 4: four unsigned bytes of a times four signed ones of b, summed as 32-bit integers.
-INLINE F multiply_add_bytes(F sum, F a, F b) {
-#if GLMFLASH_AVX512
-  return (F)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#else
-  const Words u = bits(a);
-  const Ints v = (Ints)b;
-#if GLMFLASH_AVX2  // even and odd bytes as 16-bit values, multiplied in pairs
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)v, 8), 8);
-  const __m256i odd = _mm256_srai_epi16((__m256i)v, 8);
-  const Words low = u & 0x00ff00ffu, high = u >> 8 & 0x00ff00ffu;
-  return (F)((Ints)sum + (Ints)_mm256_madd_epi16((__m256i)low, even) +
-             (Ints)_mm256_madd_epi16((__m256i)high, odd));
-#else
-  Ints total = (Ints)sum;
-  for (int byte = 0; byte < 4; byte++)
-    total += (Ints)(u >> 8 * byte & 255u) * (v << (24 - 8 * byte) >> 24);
-  return (F)total;
-#endif
-#endif
-}
 template <int PACK> INLINE F multiply_add(F sum, F a, F b) {
-  if constexpr (PACK == 4) return multiply_add_bytes(sum, a, b);
 #if GLMFLASH_AVX512
   if constexpr (PACK == 2) return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
@@ -67,22 +45,16 @@ INLINE void tile(Row row, Index step, const Unit* b, Index ldb, Index units, flo
 // out[i][n] (+)= sum over u of row(i)[u * step] . b[u][n] for `rows` rows and `columns` columns
 // (a multiple of LANES). Few rows take wide blocks, so that there are always enough chains.
 template <int PACK, int ROWS, int VECTORS, class Row>
-INLINE void column_blocks(Row row, Index step, const Unit* b, Index ldb, Index columns, Index units,
-                          float* out, Index ldo, bool add) {
-  Index n = 0;
-  for (; n + VECTORS * LANES <= columns; n += VECTORS * LANES)
-    tile<PACK, ROWS, VECTORS>(row, step, b + n, ldb, units, out + n, ldo, add);
-  if constexpr (VECTORS > 1)
-    if (n < columns)
-      column_blocks<PACK, ROWS, VECTORS / 2>(row, step, b + n, ldb, columns - n, units, out + n,
-                                             ldo, add);
-}
-template <int PACK, int ROWS, int VECTORS, class Row>
 INLINE Index row_blocks(Row row, Index i, Index rows, Index step, const Unit* b, Index ldb,
                         Index columns, Index units, float* out, Index ldo, bool add) {
-  for (; i + ROWS <= rows; i += ROWS)
-    column_blocks<PACK, ROWS, VECTORS>([&](int j) { return row(i + j); }, step, b, ldb, columns,
-                                       units, out + i * ldo, ldo, add);
+  for (; i + ROWS <= rows; i += ROWS) {
+    const auto at_row = [&](int j) { return row(i + j); };
+    Index n = 0;
+    for (; n + VECTORS * LANES <= columns; n += VECTORS * LANES)
+      tile<PACK, ROWS, VECTORS>(at_row, step, b + n, ldb, units, out + i * ldo + n, ldo, add);
+    for (; n < columns; n += LANES)
+      tile<PACK, ROWS, 1>(at_row, step, b + n, ldb, units, out + i * ldo + n, ldo, add);
+  }
   return i;
 }
 template <int PACK, class Row>
@@ -144,18 +116,17 @@ template <int PACK, class E> INLINE F load_units(const E* p, Index units) {
   return load(part);
 }
 // Rows of units to vectors: out[u * ldo + i] = unit u of row i, i < columns (a multiple of LANES,
-// zeros from `rows` on). ahead: elements to fetch before they are needed, 0 = none.
+// zeros from `rows` on).
 template <int PACK, class E>
 INLINE void pack_transposed(const E* rows_at, Index stride, Index rows, Index units, Unit* out,
-                            Index ldo, Index columns, Index ahead = 0) {
+                            Index ldo, Index columns) {
   for (Index i = 0; i < columns; i += LANES)
     for (Index u = 0; u < units; u += LANES) {
       F v[LANES];
-      for (int j = 0; j < LANES; j++) {
-        const E* at = rows_at + (i + j) * stride + u * PACK;
-        if (ahead) __builtin_prefetch(at + ahead);
-        v[j] = i + j < rows ? load_units<PACK>(at, units - u) : zero();
-      }
+      for (int j = 0; j < LANES; j++)
+        v[j] = i + j < rows
+                   ? load_units<PACK>(rows_at + (i + j) * stride + u * PACK, units - u)
+                   : zero();
       transpose(v);
       for (Index j = 0; j < LANES && u + j < units; j++)
         std::memcpy(out + (u + j) * ldo + i, &v[j], sizeof(F));

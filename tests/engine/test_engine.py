@@ -186,6 +186,20 @@ def test_messages_are_rendered_as_a_chat(engine) -> None:
     assert engine.generate(chat, params).token_ids == engine.generate(text, params).token_ids
 
 
+def test_the_checkpoints_own_template_can_be_chosen(checkpoint, tmp_path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(checkpoint, own)
+    with pytest.raises(errors.CheckpointError, match=r"chat_template\.jinja"):
+        glmflash.open(own, chat_template="checkpoint")
+    (own / "chat_template.jinja").write_text("[gMASK]{{ messages[0].content }}<think>")
+    chat = [glmflash.Message(role="user", content="Hi <sop>")]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with glmflash.open(own, chat_template="checkpoint") as engine:
+        encode, control = engine.tokenizer.encode_text, engine.tokenizer.control
+        ids = [control("[gMASK]"), *encode("Hi <sop>"), control("<think>")]
+        assert engine.generate(chat, params).token_ids == engine.generate(ids, params).token_ids
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -210,7 +224,8 @@ def test_what_cannot_be_served_is_refused(engine, call, error, says) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
-    [({"dtype": "int4"}, "not known"), ({"threads": 0}, "threads"), ({"prefill_chunk": 0}, "1.."),
+    [({"dtype": "int4"}, "not known"), ({"chat_template": "x"}, "not known"),
+     ({"threads": 0}, "threads"), ({"prefill_chunk": 0}, "1.."),
      ({"prefil_chunk": 8}, "did you mean 'prefill_chunk'")],
 )  # fmt: skip
 def test_wrong_settings_are_refused(checkpoint, overrides, says) -> None:
@@ -257,6 +272,6 @@ def test_fp8_used_at_each_call_equals_fp8_expanded(tmp_path, ids, monkeypatch) -
     write_checkpoint(path, preset("tiny"), storage="fp8", seed=0)
     with glmflash.open(path) as engine:
         expanded = engine.logits(ids[:40])
-    monkeypatch.setattr("glmflash.engine.api.plan_memory", lambda store, dtype: False)
+    monkeypatch.setattr("glmflash.engine.api.plan_memory", lambda *_: False)
     with glmflash.open(path) as engine:
         assert np.array_equal(engine.logits(ids[:40]), expanded)

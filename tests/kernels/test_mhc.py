@@ -39,7 +39,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("fn_type", TYPES)
 @pytest.mark.parametrize(("n", "dim"), [(4, 64), (4, 1024), (2, 24), (1, 16), (3, 33), (8, 40)])
-@pytest.mark.parametrize("count", [1, 3, 21])
+@pytest.mark.parametrize("count", [1, 3, 4, 21])
 def test_equals_the_equations(kernel_set, threads, count, n, dim, fn_type, dtype):
     layer = make(n, dim, dtype, fn_type, kernel_set)
     streams, routing, y = tokens(count, n, dim, dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor
@@ -60,33 +58,18 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     # of many summands
     size = expected.float().square().mean().sqrt().item()
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * size)
-    assert (got == expected).float().mean() > 0.5 or got.numel() < 100
-
-
-@functools.cache
-def causal(shape: tuple[int, int, int, int], dtype: torch.dtype, kv_type: torch.dtype) -> Tensor:
-    """The equations in fp64 for tokens 130..199."""
-    layer = make(shape, kv_type, "reference")
-    latents, q = make_latents(layer, 200, dtype), make_queries(layer, 70, dtype)
-    return reference.mla(layer, q, [latents], [130], [70], None, torch.float64)
+    assert (got == expected).float().mean() > 0.5
 
 
 @pytest.mark.parametrize(("dtype", "kv_type"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_causal(kernel_set, threads, shape, dtype, kv_type):
     layer = make(shape, kv_type, kernel_set)
-    latents, q = make_latents(layer, 200, dtype), make_queries(layer, 70, dtype)
-    expected = causal(shape, dtype, kv_type)
-    for first, last in ((0, 70), (0, 1), (69, 70), (5, 8)):
-        out = mla(layer, q[first:last], [latents], [130 + first])
-        assert_close(out, expected[first:last])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_first_tokens(kernel_set, dtype):
-    layer = make(SHAPES[0], dtype, kernel_set)
-    args = (layer, make_queries(layer, 66, dtype), [make_latents(layer, 66, dtype)], [0])
-    assert_close(mla(*args), reference.mla(*args, [66], None, torch.float64))
+    latents = make_latents(layer, 200, dtype)
+    for rows, start in ((1, 0), (1, 199), (3, 62), (70, 0), (70, 130)):
+        q = make_queries(layer, rows, dtype)
+        args = (layer, q, [latents], [start])
+        assert_close(mla(*args), reference.mla(*args, [rows], None, torch.float64))
 
 
 @pytest.mark.parametrize(("dtype", "kv_type"), KINDS)

@@ -7,7 +7,6 @@ and `video`, the rules in `processor`; Pillow and PyAV are imported only when a 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,8 +57,8 @@ class Video:
             raise MediaError("a Video is made of a source or of frames, one of them")
         if self.fps is not None and self.source is not None:
             raise MediaError("fps goes with frames; a video file brings its own rate")
-        if self.fps is not None and not (math.isfinite(self.fps) and self.fps > 0):
-            raise MediaError(f"fps is {self.fps}; frames need a rate above 0 to have a time")
+        if self.fps is not None and not 1e-6 <= self.fps <= 1e6:
+            raise MediaError(f"fps is {self.fps}; frames have a rate above 0 (1e-6 to 1e6)")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Video:
@@ -112,7 +111,8 @@ def prepare(media: Image | Video, processor: ProcessorConfig) -> PreparedMedia:
         if media.source is not None:
             cut, times = cut_video(media.source, processor)
         else:
-            cut, times = cut_frames(media.frames or (), media.fps, processor)
+            frames = () if media.frames is None else media.frames  # "or" fails on an array
+            cut, times = cut_frames(frames, media.fps, processor)
         return _prepared("video", cut.pixel_values, cut.grid, times, processor.video)
     raise MediaError(f"a medium is an Image or a Video, not {type(media).__name__}")
 

@@ -120,10 +120,11 @@ class ProcessorConfig:
                 f"{kind}_processor_type": f"Glm5Next{kind.title()}Processor",
             }
 
+        fps = int(self.fps) if self.fps.is_integer() else self.fps  # as the release writes it
         return {
             "image_processor": section(self.image, "image"),
             "processor_class": "Glm5NextProcessor",
-            "video_processor": {**section(self.video, "video"), "fps": self.fps},
+            "video_processor": {**section(self.video, "video"), "fps": fps},
         }
 
     def check(self, vision: VisionConfig) -> None:

@@ -37,6 +37,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, no chat.")
     ] = False,
+    chat_template: Annotated[
+        str, typer.Option(help="native, or checkpoint: its own chat_template.jinja, sandboxed.")
+    ] = "native",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end.")
@@ -59,16 +62,15 @@ def generate(
     import glmflash
     from glmflash.cli.progress import loading, reading
     from glmflash.engine.types import SamplingParams
+    from glmflash.settings import Settings
 
     params = SamplingParams(max_tokens, temperature, top_p, seed, effort)
     media = [*(image or []), *(video or [])]
     if raw and media:
         raise RequestError("--raw takes no media; leave --raw away, or the pictures")
     question = text if raw else [_question(text, image or [], video or [])]
-    with (
-        loading(checkpoint) as built,
-        glmflash.open(checkpoint, dtype=dtype, progress=built) as engine,
-    ):
+    settings = Settings().override(dtype=dtype, chat_template=chat_template)
+    with loading(checkpoint) as built, glmflash.open(checkpoint, settings, built) as engine:
         with reading() as read:
             deltas = engine.stream(question, params, progress=read)
             first = next(deltas)

@@ -34,6 +34,7 @@ def info(
 def _facts() -> dict[str, object]:
     import torch
 
+    from glmflash import kernels
     from glmflash.engine.memory import available_bytes
 
     return {
@@ -45,7 +46,7 @@ def _facts() -> dict[str, object]:
         "cores": os.cpu_count(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "memory_free": available_bytes(),
-        "kernels": "reference (torch)",
+        "kernels": kernels.report(),
         "media": _installed("PIL", "av"),
     }
 

@@ -25,10 +25,18 @@ def reading() -> Iterator[Callable[[int], None]]:
 @contextmanager
 def writing(name: str) -> Iterator[Callable[[int, int], None]]:
     """While a checkpoint is written: give the yielded function bytes written and bytes in all."""
-    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     screen = console(stderr=True)
-    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
+    title = TextColumn("{task.description}", markup=False)
+    columns = (title, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=screen, transient=True,
         disable=not screen.is_terminal,
@@ -43,7 +51,7 @@ def _bar(title: str, unit: str) -> Iterator[Callable[[int], None]]:
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         TextColumn(f"{{task.completed}} {unit}"),
         TimeElapsedColumn(),
     )

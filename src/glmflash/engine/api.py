@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glmflash.chat.media import PreparedMedia, ProcessorConfig, prepare
 from glmflash.chat.messages import Message
+from glmflash.chat.template import JinjaTemplate, render
 from glmflash.chat.tokenizer import Tokenizer
 from glmflash.engine import generation
 from glmflash.engine.loading import GenerationDefaults, fingerprint, locate, plan_memory
@@ -26,9 +27,9 @@ from glmflash.engine.placement import Placed, place
 from glmflash.engine.session import Media, Session, restore
 from glmflash.engine.types import Delta, Generation, SamplingParams
 from glmflash.errors import MediaError, RequestError, TokenizerError
-from glmflash.model.linear import Weights
 from glmflash.model.text import TextModel
 from glmflash.model.vision import VisionTower
+from glmflash.model.weights import Weights
 from glmflash.settings import Settings
 from glmflash.state.sequence import SequenceState
 from glmflash.weights.store import WeightStore
@@ -68,8 +69,15 @@ class Engine:
             self.dtype = torch.float32 if name == "float32" else torch.bfloat16
             if settings.threads:
                 torch.set_num_threads(settings.threads)
-            weights = Weights(self.store, self.dtype, plan_memory(self.store, self.dtype))
+            exact = settings.round_weights == "none"
+            resident = plan_memory(self.store, self.dtype, exact)
+            weights = Weights(self.store, self.dtype, resident, exact)
             self.tokenizer = Tokenizer.find(directory, self.config)
+            self.render = (
+                JinjaTemplate.from_dir(directory).render
+                if settings.chat_template == "checkpoint"
+                else render
+            )
             self.defaults = GenerationDefaults.from_dir(directory, self.config.text)
             self.processor = ProcessorConfig.from_dir(directory)
             if self.config.vision:
@@ -78,6 +86,8 @@ class Engine:
             with torch.inference_mode():
                 self.model = TextModel(weights, self.config.text, self._wants_mtp(), progress)
                 self.vision = VisionTower(self.store, self.dtype) if self.config.vision else None
+            if resident:
+                self.store.drop_pages()
         except BaseException:
             self.store.close()
             raise
@@ -190,19 +200,22 @@ class Engine:
     def read(
         self, ids: list[int], start: int, placed: list[Placed], state: SequenceState
     ) -> Iterator[tuple[int, Tensor]]:
-        """Advance `state` over ids[start:] in chunks; yields tokens read and hidden `[t, D]`."""
+        """Advance `state` over the ids of positions start.., chunk by chunk.
+
+        placed: media of the whole sequence. Yields the length so far and hidden states `[t, D]`.
+        """
         with torch.inference_mode():
             features = self._features(placed, start)
         step = self.settings.prefill_chunk
-        for first in range(start, len(ids), step):
-            chunk = torch.tensor(ids[first : first + step])
+        for first in range(start, start + len(ids), step):
+            chunk = torch.tensor(ids[first - start : first - start + step])
             with torch.inference_mode():
                 embeddings = self.model.embed(chunk)
                 if features is not None:
                     positions, rows = features
                     inside = (positions >= first) & (positions < first + len(chunk))
                     embeddings[positions[inside] - first] = rows[inside]
-                hidden = self.model.forward(embeddings, state)
+                hidden = self.model.forward(embeddings, (state, len(chunk)))
             yield first + len(chunk), hidden
 
     def _features(self, placed: list[Placed], start: int) -> tuple[Tensor, Tensor] | None:

@@ -11,7 +11,7 @@ import torch
 from glmflash.chat.media import Image, PreparedMedia, Video
 from glmflash.chat.messages import ImagePart, Message
 from glmflash.chat.stream import ThoughtSplitter
-from glmflash.chat.template import MediaSlot, Segment, render
+from glmflash.chat.template import MediaSlot, Segment
 from glmflash.engine.sampler import Sampler
 from glmflash.engine.types import Delta, Generation, SamplingParams, Timings, Usage
 from glmflash.errors import RequestError
@@ -31,7 +31,7 @@ def encode(
         if media:
             raise RequestError("messages carry their media as parts; do not pass media beside them")
         messages = [m for m in prompt if isinstance(m, Message)]
-        segments = render(messages, effort=params.effort)
+        segments = engine.render(messages, effort=params.effort)
         prepared = engine.prepare(media_of(segments))
         ids = engine.need_tokenizer().encode_segments(segments, prepared)
     else:

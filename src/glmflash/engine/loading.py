@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
+from glmflash import kernels
 from glmflash.config import TextConfig
 from glmflash.engine.memory import available_bytes
 from glmflash.errors import CheckpointError, ConfigError, ResourceError
 from glmflash.settings import Settings
 from glmflash.weights.store import WeightStore
+from glmflash.weights.table import SCALE_SUFFIX
 
 GIB = 1 << 30
-RESERVE = GIB // 2  # left free for activations and caches when weights are expanded
+RESERVE = GIB // 2  # left free for activations and caches when matrices are held
 
 
 def locate(target: str | os.PathLike[str]) -> Path:
@@ -49,26 +51,35 @@ def _in_hub_cache(repository: str) -> Path:
         ) from error
 
 
-def plan_memory(store: WeightStore, dtype: torch.dtype) -> bool:
-    """Whether FP8 matrices are kept expanded. Raises ResourceError if not even the rest fits.
+def plan_memory(store: WeightStore, dtype: torch.dtype, exact_fp8: bool) -> bool:
+    """Whether matrices are held in the kernels' own layout (the torch reference: expanded).
 
-    Tensors already stored in the compute type stay in the mapped file and cost nothing.
+    Raises ResourceError if not even the tensors fit that must be converted to `dtype` and cannot
+    stay in the mapped file.
     """
+    native = kernels.native() is not None
     size = torch.empty(0, dtype=dtype).element_size()
-    packed = copied = 0
+    held = converted = 0
     for name in store.names():
         tensor = store.tensor(name)
-        if tensor.dtype == torch.float8_e4m3fn:
-            packed += tensor.numel() * size
-        elif tensor.dtype != dtype and not name.endswith("_scale_inv"):
-            copied += tensor.numel() * size
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        if tensor.dtype == torch.float8_e4m3fn and exact_fp8:
+            held += tensor.numel() * (1 if native else size)
+        elif tensor.dtype == torch.float8_e4m3fn:  # the file does not hold the rounded values
+            converted += tensor.numel() * (2 if native else size)
+            held += tensor.numel() * (2 if native else 0)
+        elif native and tensor.dim() == 2 and dtype in (tensor.dtype, torch.float32):
+            held += tensor.nbytes
+        elif tensor.dtype != dtype:
+            converted += tensor.numel() * size
     room = available_bytes() - RESERVE
-    if copied > room:
+    if converted > room:
         raise ResourceError(
-            f"{store.root} needs {copied / GIB:.1f} GiB of memory to be held as {dtype}, "
+            f"{store.root} needs {converted / GIB:.1f} GiB of memory to be held as {dtype}, "
             f"{max(room, 0) / GIB:.1f} GiB is free; use dtype='auto' or a larger machine"
         )
-    return copied + packed <= room
+    return converted + held <= room
 
 
 def fingerprint(store: WeightStore, settings: Settings, dtype: torch.dtype) -> str:
@@ -78,7 +89,8 @@ def fingerprint(store: WeightStore, settings: Settings, dtype: torch.dtype) -> s
     """
     digest = hashlib.sha256()
     digest.update(json.dumps(store.config.to_dict(), sort_keys=True).encode())
-    digest.update(f"{dtype} mtp={settings.mtp}".encode())
+    choices = (dtype, settings.mtp, settings.round_weights, kernels.active())
+    digest.update(repr(choices).encode())
     for shard in sorted(store.shards):
         with (store.root / shard).open("rb") as file:
             digest.update(file.read(1 << 16))

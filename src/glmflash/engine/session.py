@@ -67,19 +67,19 @@ class Session:
             self.reset()
             reused = 0
         progress(reused)
-        self._read(ids, placed, progress)
+        self._read(ids[reused:], placed, progress)
         self.media = spans
         return reused
 
-    def _read(self, ids: list[int], placed: list[Placed], progress: Callable[[int], None]) -> None:
+    def _read(self, new: list[int], placed: list[Placed], progress: Callable[[int], None]) -> None:
         try:
-            for done, hidden in self.engine.read(ids, len(self.tokens), placed, self.state):
+            for done, hidden in self.engine.read(new, len(self.tokens), placed, self.state):
                 self._hidden = hidden[-1:]
                 progress(done)
         except BaseException:
             self.reset()  # some layers have read the chunk and some have not
             raise
-        self.tokens = ids
+        self.tokens += new
 
     def reset(self) -> None:
         """Forget everything: the state before the first token."""
@@ -88,14 +88,13 @@ class Session:
 
     def step(self, token_id: int) -> NDArray[np.float32]:
         """Append one token; returns the fp32 logits `[vocab]` of the next position."""
-        ids = [*self.tokens, token_id]
-        self.engine.check_tokens([token_id])
-        self.engine.check_length(len(ids))
+        new = self.engine.check_tokens([token_id])
+        self.engine.check_length(len(self.tokens) + 1)
         if self.engine.is_placeholder(token_id):
             raise RequestError(
                 f"token {token_id} is a media placeholder; media come in through sync"
             )
-        self._read(ids, [], lambda _: None)
+        self._read(new, [], lambda _: None)
         logits = self.logits
         if logits is None:
             raise RuntimeError("a step left no logits")

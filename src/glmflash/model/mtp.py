@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from glmflash.config import TextConfig
-from glmflash.model.linear import Weights
+from glmflash.kernels.linear import linear
+from glmflash.kernels.norm import rms_norm
 from glmflash.model.mla import Selection, SparseLatentAttention
 from glmflash.model.moe import MixtureOfExperts
-from glmflash.model.norm import rms_norm
+from glmflash.model.weights import Weights
 from glmflash.state.layers import MtpState, SparseState
 
 
@@ -24,7 +25,7 @@ class MtpLayer:
         self.eps = config.rms_norm_eps
         self.share_selection = config.index_share_for_mtp_iteration
         self.enorm, self.hnorm = weights.tensor("enorm.weight"), weights.tensor("hnorm.weight")
-        self.eh = weights.linear("eh_proj")
+        self.eh = weights.linear("eh_proj.weight")
         self.input_norm = weights.tensor("input_layernorm.weight")
         self.attention = SparseLatentAttention(weights.at("self_attn"), config)
         self.post_norm = weights.tensor("post_attention_layernorm.weight")
@@ -43,8 +44,9 @@ class MtpLayer:
         The result is already normalised: it goes to the trunk's head, and back in as `hidden`.
         """
         joined = [rms_norm(embedding, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps)]
-        m = self.eh(torch.cat(joined, dim=-1))
-        y, selection = self.attention(rms_norm(m, self.input_norm, self.eps), state, selection)
+        m = linear(torch.cat(joined, dim=-1), self.eh)
+        u = rms_norm(m, self.input_norm, self.eps)
+        y, selection = self.attention(u, [state], [len(u)], selection)
         m = m + y
         m = m + self.mlp(rms_norm(m, self.post_norm, self.eps))
         return rms_norm(m, self.head_norm, self.eps), selection
@@ -57,4 +59,4 @@ class MtpLayer:
         before = torch.cat([state.waiting, hidden[:-1]])
         if len(before):
             self(embeddings[-len(before) :], before, state.sparse)
-        state.waiting = hidden[-1:]
+        state.waiting = hidden[-1:].clone()

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from glmflash.config import VisionConfig
 from glmflash.errors import MediaError
-from glmflash.model.moe import clamped_swiglu
-from glmflash.model.norm import rms_norm
+from glmflash.kernels.norm.reference import rms_norm, swiglu
 from glmflash.weights.store import WeightStore
 
 PREFIX = "model.visual."
@@ -41,7 +40,7 @@ class Affine:
 
 
 class VisionMlp:
-    """`W_down clamped_swiglu(W_gate x, W_up x)`: with biases in a block, without in the merger."""
+    """`W_down swiglu(W_gate x, W_up x)`: with biases in a block, without in the merger."""
 
     def __init__(
         self, store: WeightStore, dtype: torch.dtype, name: str, limit: float, bias: bool
@@ -53,7 +52,7 @@ class VisionMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[P, D]` to `[P, D]`."""
-        return self.down(clamped_swiglu(self.gate(x), self.up(x), self.limit))
+        return self.down(swiglu(self.gate(x), self.up(x), self.limit))
 
 
 class VisionBlock:

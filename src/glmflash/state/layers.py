@@ -1,8 +1,7 @@
 """What each kind of layer remembers of a sequence, and how far back it can go.
 
 Latents can be cut back to any token, pooled keys too while the open pool of that moment is kept;
-a KDA state is a running value and only goes back to a copy. KDA states, open pools and waiting
-hidden rows are replaced, never changed in place, so keeping a reference keeps the value.
+a KDA state is a running value and only goes back to a copy. Layers change their state in place.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from glmflash.config import TextConfig
 from glmflash.state.rows import Rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class KdaState:
     """conv: the last taps-1 projected columns `[taps-1, 3*H*d]` before the convolution;
     recurrent: `[H, d (key), d (value)]` fp32."""
@@ -33,20 +32,41 @@ class KdaState:
             torch.zeros(heads, dim, dim),
         )
 
+    def copy(self) -> KdaState:
+        """An independent state with the same content."""
+        return KdaState(self.conv.clone(), self.recurrent.clone())
+
 
 @dataclass
 class PoolState:
-    """Finished pool keys `[n // kpool, d]` and the open pool's members `[n % kpool, 2, d]`
-    (key and gate score of each token)."""
+    """Finished pool keys `[n // kpool, d]` and the members of the open pool.
+
+    members `[kpool, 2, d]`: key (after its norm) and gate score of each token; the first
+    `waiting` are in use.
+    """
 
     pools: Rows
-    open: Tensor
+    members: Tensor
+    waiting: int = 0
 
     @staticmethod
     def empty(config: TextConfig, dtype: torch.dtype) -> PoolState:
         """The state before the first token: no pool, none open."""
         dim = config.index_head_dim
-        return PoolState(Rows(dim, dtype), torch.empty(0, 2, dim, dtype=dtype))
+        return PoolState(Rows(dim, dtype), torch.zeros(config.index_kpool, 2, dim, dtype=dtype))
+
+    def open_pool(self) -> tuple[Tensor, int]:
+        """A copy of the open pool, to go back to with `reopen`."""
+        return self.members.clone(), self.waiting
+
+    def reopen(self, pools: int, open_pool: tuple[Tensor, int]) -> None:
+        """Go back to `pools` finished pools and the open pool of that moment."""
+        self.pools.truncate(pools)
+        self.members, self.waiting = open_pool
+
+    def copy(self) -> PoolState:
+        """An independent state with the same content."""
+        return PoolState(self.pools.copy(), self.members.clone(), self.waiting)
 
 
 @dataclass
@@ -64,8 +84,7 @@ class SparseState:
 
     def copy(self) -> SparseState:
         """An independent state with the same content."""
-        index = self.index and PoolState(self.index.pools.copy(), self.index.open)
-        return SparseState(self.latents.copy(), index)
+        return SparseState(self.latents.copy(), self.index and self.index.copy())
 
 
 @dataclass

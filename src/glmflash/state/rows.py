@@ -9,7 +9,7 @@ from torch import Tensor
 class Rows:
     """Rows `[n, width]` of one type, appended at the end and cut back to any length.
 
-    Rows below the length never change, so a view taken earlier stays right.
+    Rows below the length never change, so a view stays right until the table is cut below it.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:

@@ -39,8 +39,8 @@ class SequenceState:
         )
 
     def fork(self) -> SequenceState:
-        """An independent copy; KDA states are never changed in place and are shared."""
-        layers = [s.copy() if isinstance(s, SparseState) else s for s in self.layers]
+        """An independent copy."""
+        layers = [state.copy() for state in self.layers]
         return replace(self, layers=layers, mtp=self.mtp and self.mtp.copy())
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def _sparse_tensors(name: str, state: SparseState) -> dict[str, torch.Tensor]:
     out = {f"{name}.latents": state.latents.view}
     if state.index:
         out[f"{name}.pools"] = state.index.pools.view
-        out[f"{name}.open"] = state.index.open
+        out[f"{name}.open"] = state.index.members[: state.index.waiting]
     return out
 
 
@@ -84,4 +84,6 @@ def _load_sparse(name: str, state: SparseState, tensors: dict[str, torch.Tensor]
     state.latents.append(tensors[f"{name}.latents"])
     if state.index:
         state.index.pools.append(tensors[f"{name}.pools"])
-        state.index.open = tensors[f"{name}.open"]
+        waiting = tensors[f"{name}.open"]
+        state.index.waiting = len(waiting)
+        state.index.members[: len(waiting)] = waiting

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -131,7 +131,7 @@ def _of_config(label: str, raw: dict[str, Any], where: str) -> Subject:
     storage: Storage = "fp32" if text.dtype == "float32" else "bf16"
     tensors = list(expected_tensors(config, "fp8" if config.quantization else storage).values())
     if text.dtype == "float16":
-        tensors = [replace(spec, dtype="F16") if spec.dtype == BF16 else spec for spec in tensors]
+        tensors = [spec._replace(dtype="F16") if spec.dtype == BF16 else spec for spec in tensors]
     return Subject(label, "config", config, raw, tensors, None, None)
 
 

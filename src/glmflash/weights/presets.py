@@ -7,7 +7,6 @@ says of each way to store the tensors. Writes no file and needs no tensor librar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from glmflash.config import (
     VisionConfig,
     shipped,
 )
+from glmflash.config_reading import MOST_LAYERS
+from glmflash.config_values import LARGEST
 from glmflash.errors import ConfigError
 from glmflash.weights.synthetic_tokenizer import SMALLEST, added_token_ids
 from glmflash.weights.table import F32, FP8, SCALE_SUFFIX, Storage, TensorSpec, expected_tensors
@@ -68,7 +69,7 @@ class Preset:
     def tensors(self, storage: Storage) -> dict[str, TensorSpec]:
         """Every tensor to write, by name."""
         return {
-            name: replace(spec, dtype=F32) if name.endswith(self.float32) else spec
+            name: spec._replace(dtype=F32) if name.endswith(self.float32) else spec
             for name, spec in expected_tensors(self.config, storage).items()
         }
 
@@ -241,16 +242,10 @@ def _with_vocabulary(config: ModelConfig) -> ModelConfig:
 
 
 def _check(overrides: Overrides) -> None:
-    smallest = {"vocab": SMALLEST + SPARE_ROWS, "index_topk": 4}
-    for name, value in _numbers(overrides):
-        least = smallest.get(name, 1)
-        if value < least:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is {value}; give at least {least}")
-
-
-def _numbers(overrides: Overrides) -> Iterator[tuple[str, int]]:
+    smallest = {"vocab": SMALLEST + SPARE_ROWS}
     for name in ("layers", "experts", "hidden", "vocab", "index_topk"):
         value = getattr(overrides, name)
-        if value is not None:
-            yield name, value
+        least, most = smallest.get(name, 1), MOST_LAYERS if name == "layers" else LARGEST
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most:,}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {limit}")

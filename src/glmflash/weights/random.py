@@ -1,62 +1,56 @@
 """Random checkpoints in the layout of the release, streamed to disk.
 
-Knows which random values make mistakes visible (the usual initialisation hides most of them) and
-how to write tensors one after another without holding them. Each tensor has a generator of its
-own, so its values depend on the seed and its name alone.
+Knows how to write tensors one after another without holding them, and how to leave nothing behind
+when that fails. What the values are is in `glmflash.weights.values`, which models there are in
+`glmflash.weights.presets`.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 
+from glmflash.chat.processor import FILE as PROCESSOR_FILE
+from glmflash.chat.processor import ProcessorConfig
 from glmflash.errors import CheckpointError, ResourceError
 from glmflash.weights.fp8 import quantize
+from glmflash.weights.index import INDEX_NAME
 from glmflash.weights.presets import Preset
 from glmflash.weights.synthetic_tokenizer import tokenizer_files
-from glmflash.weights.table import BF16, F32, FP8, SCALE_SUFFIX, Storage, TensorSpec
+from glmflash.weights.table import FP8, ITEM_BYTES, SCALE_SUFFIX, Storage, TensorSpec
+from glmflash.weights.values import draw
 
-SHARD_BYTES = 5_368_709_120  # of the release
-BLOCK_ELEMENTS = 1 << 22  # values drawn at once, in whole FP8 block rows: 16 MiB in fp32
-_TORCH = {BF16: torch.bfloat16, F32: torch.float32, FP8: torch.float8_e4m3fn}
-_ROOM_LEFT = 1 << 20  # for config, index and tokenizer, beside the tensors
+SHARD_BYTES = 5 << 30  # as the release
 GIB = 1 << 30
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to write: its name and its tensors in order, a weight just before its scales."""
+    """One file to write. places: byte offset of each tensor from the start of the file."""
 
     name: str
-    tensors: list[TensorSpec]
+    header: bytes
+    tensors: tuple[TensorSpec, ...]
+    places: Mapping[str, int]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, without the header."""
-        return sum(spec.nbytes for spec in self.tensors)
-
-    def header(self) -> bytes:
-        """The length of the header and the header, padded so that the data is aligned."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for spec in self.tensors:
-            offsets = [start, start + spec.nbytes]
-            entries[spec.name] = {
-                "dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets
-            }  # fmt: skip
-            start += spec.nbytes
-        raw = json.dumps(entries, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        return len(raw).to_bytes(8, "little") + raw
+        """Size of the file."""
+        return len(self.header) + sum(spec.nbytes for spec in self.tensors)
 
 
 def write_checkpoint(
@@ -69,59 +63,89 @@ def write_checkpoint(
 ) -> int:
     """Write a whole checkpoint into the new directory `out`; returns the bytes of its tensors.
 
-    storage: None is the preset's own. progress: called with bytes written and bytes in all.
-    Everything is written beside `out` and moved there at the end, so `out` is whole or absent.
-    Raises CheckpointError if `out` holds something, ResourceError where the disk has no room.
+    storage: None is the preset's own. shard_size: most bytes of tensors in a file; a larger tensor
+    has a file to itself. progress: called with bytes of tensors written and in all. Equal arguments
+    give equal files. Everything is written beside `out` and moved there at the end, so `out` is
+    whole or absent. Raises CheckpointError if `out` holds something, ResourceError where the disk
+    has no room or refuses.
     """
-    target = Path(out)
+    target = Path(out).resolve()
+    if target.is_mount() or (target.exists() and not (target.is_dir() and _is_empty(target))):
+        raise CheckpointError(f"{out} exists and is not empty; give a new directory")
     storage = storage or preset.storage
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not empty; give a new directory")
-    shards = _shards(preset.tensors(storage), shard_size)
-    total = sum(shard.nbytes for shard in shards)
-    parent = target.absolute().parent
-    partial = parent / f".{target.name}.{os.getpid()}.partial"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _check_room(parent, target, total)
-        partial.mkdir()
+    specs = preset.tensors(storage)
+    shards = _shards(specs, shard_size)
+    texts = _texts(preset, storage, shards)
+    total = sum(spec.nbytes for spec in specs.values())
+    needed = sum(shard.nbytes for shard in shards) + sum(map(len, texts.values()))
+    # closing: after Ctrl-C no worker may be left when the folder is removed
+    with _place(target, needed) as folder, closing(_write_shards(folder, shards, seed)) as steps:
         done = 0
-        for shard in shards:
-            for written in _write_shard(partial / shard.name, shard, seed):
-                done += written
-                progress(done, total)
-        _write_texts(partial, preset, storage, shards, total)
-        partial.replace(target)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ResourceError(
-                f"the disk of {target} is full: the checkpoint needs {total:,} bytes; nothing was "
-                "left behind; free some space or give another place"
-            ) from error
-        raise ResourceError(f"cannot write {target}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for written in steps:
+            done += written
+            progress(done, total)
+        for name, text in texts.items():
+            (folder / name).write_bytes(text)
     return total
 
 
-def _check_room(parent: Path, target: Path, total: int) -> None:
-    free = shutil.disk_usage(parent).free
-    if total + _ROOM_LEFT > free:
+def _is_empty(directory: Path) -> bool:
+    return not any(directory.iterdir())
+
+
+@contextmanager
+def _place(target: Path, needed: int) -> Iterator[Path]:
+    """A directory that becomes `target` if all goes well, and vanishes otherwise."""
+    try:
+        _check_room(target, needed)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            yield folder
+            folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+            folder.replace(target)
+        finally:  # on Ctrl-C too
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ResourceError(
+                f"the disk of {target} is full, or files there are limited: the checkpoint needs "
+                f"{_size(needed)}; nothing was left behind; free some space or give another place"
+            ) from error
         raise ResourceError(
-            f"{target} needs {total / GIB:.2f} GiB, but {free / GIB:.2f} GiB is free there; "
+            f"cannot write {target}: {error.strerror}; nothing was left behind"
+        ) from error
+
+
+def _check_room(target: Path, needed: int) -> None:
+    there = next(parent for parent in target.parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise ResourceError(
+            f"{target} needs {_size(needed)}, but {_size(free)} is free there; "
             "give fewer --layers or --experts, or another place"
         )
 
 
-def _shards(specs: dict[str, TensorSpec], shard_size: int) -> list[Shard]:
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.2f} MiB"
+
+
+def _shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[Shard]:
+    """Share the tensors among files in their order; a weight and its scales stay together."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for name, spec in specs.items():
-        if name.endswith(SCALE_SUFFIX):
+        if _is_scale(spec):
             continue
-        scales = specs.get(name + SCALE_SUFFIX)
-        group = [spec, scales] if scales else [spec]
-        nbytes = sum(s.nbytes for s in group)
+        group = [spec, specs[name + SCALE_SUFFIX]] if spec.dtype == FP8 else [spec]
+        nbytes = sum(member.nbytes for member in group)
         if groups[-1] and size + nbytes > shard_size:
             groups.append([])
             size = 0
@@ -129,109 +153,102 @@ def _shards(specs: dict[str, TensorSpec], shard_size: int) -> list[Shard]:
         size += nbytes
     count = len(groups)
     return [
-        Shard(f"model-{i:05d}-of-{count:05d}.safetensors", group)
-        for i, group in enumerate(groups, 1)
+        _shard(f"model-{number:05}-of-{count:05}.safetensors", group)
+        for number, group in enumerate(groups, 1)
     ]
 
 
-def _write_shard(path: Path, shard: Shard, seed: int) -> Iterator[int]:
-    """Write one file, yielding bytes of tensor data as they are written."""
-    with path.open("wb") as file:
-        file.write(shard.header())
-        scales: list[Tensor] = []
-        for spec in shard.tensors:
-            if spec.name.endswith(SCALE_SUFFIX):
-                blocks = iter([torch.cat(scales)])
-            else:
-                scales = []
-                blocks = _stored_blocks(spec, seed, scales)
-            for block in blocks:
-                yield file.write(block.contiguous().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+def _shard(name: str, tensors: list[TensorSpec]) -> Shard:
+    # wide types first: then each tensor is aligned to its own type, whatever the shapes
+    tensors = sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    offsets = {}
+    for spec in tensors:
+        offsets[spec.name] = position
+        end = position + spec.nbytes
+        entries[spec.name] = {
+            "dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]
+        }  # fmt: skip
+        position = end
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    header = len(raw).to_bytes(8, "little") + raw
+    places = {name: len(header) + offset for name, offset in offsets.items()}
+    return Shard(name, header, tuple(tensors), places)
 
 
-def _stored_blocks(spec: TensorSpec, seed: int, scales: list[Tensor]) -> Iterator[Tensor]:
-    """The tensor as it is stored, some rows at a time; an FP8 weight's scales go to `scales`."""
-    for block in random_blocks(spec, seed):
-        if spec.dtype == FP8:
-            stored, scale = quantize(block)
-            scales.append(scale)
-            yield stored
-        else:
-            yield block.to(_TORCH[spec.dtype])
+def _write_shards(folder: Path, shards: list[Shard], seed: int) -> Generator[int, None, None]:
+    """Write the files, as many tensors at once as there are cores; yields bytes of tensors."""
+    for shard in shards:
+        (folder / shard.name).write_bytes(shard.header)
+    with _workers() as pool:
+        yield from pool.map(
+            lambda job: _write_tensor(folder / job[0].name, job[1], job[0].places, seed),
+            ((shard, s) for shard in shards for s in shard.tensors if not _is_scale(s)),
+        )
+    for shard in shards:
+        with (folder / shard.name).open("rb") as file:
+            os.fsync(file.fileno())  # a full disk must show itself before the move
 
 
-def random_blocks(spec: TensorSpec, seed: int) -> Iterator[Tensor]:
-    """fp32 values of a tensor, whole rows at a time; the same for every call."""
-    digest = hashlib.sha256(f"{seed} {spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    draw = _distribution(spec)
-    width = max(1, torch.Size(spec.shape[1:]).numel())
-    step = max(1, BLOCK_ELEMENTS // (width * 128)) * 128  # whole rows of FP8 blocks
-    for start in range(0, spec.shape[0], step):
-        rows = min(step, spec.shape[0] - start)
-        yield draw(torch.empty(rows, *spec.shape[1:]), generator)
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """One per thread of torch, which gets a single one: blocks are too small to be shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _distribution(spec: TensorSpec) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """Values that let every part matter: no norm is 1, no bias 0, gates spread over their range.
-
-    Matrices have a deviation of 1.2 / sqrt(inputs), which is 0.15 at a width of 64.
-    """
-
-    def uniform(low: float, high: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda t, g: t.uniform_(low, high, generator=g)
-
-    def normal(deviation: float) -> Callable[[Tensor, torch.Generator], Tensor]:
-        return lambda t, g: t.normal_(0, deviation, generator=g)
-
-    last = spec.name.removesuffix(".weight").rsplit(".", 1)[-1]
-    if last == "A_log":
-        return uniform(-1, 1)
-    if last == "dt_bias":
-        return uniform(-3, 1)
-    if last.endswith("_scale"):  # of mHC
-        return uniform(0.5, 1.5)
-    if last.endswith("_base"):
-        return normal(0.5)
-    if last == "index_kpool_compress_ape":
-        return normal(0.15)
-    if last.endswith("bias"):
-        return normal(0.1)
-    if len(spec.shape) == 1:  # norms
-        return uniform(0.5, 1.5)
-    return normal(1.2 * torch.Size(spec.shape[1:]).numel() ** -0.5)
+def _is_scale(spec: TensorSpec) -> bool:
+    return spec.name.endswith(SCALE_SUFFIX)
 
 
-def _write_texts(
-    folder: Path, preset: Preset, storage: Storage, shards: list[Shard], total: int
-) -> None:
-    """Index, configs and tokenizer."""
-    weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+def _write_tensor(path: Path, spec: TensorSpec, places: Mapping[str, int], seed: int) -> int:
+    """Write a tensor, and its scales if it is FP8, into its places. Returns the bytes written."""
+    scales: list[Tensor] = []
+    written = 0
+    with path.open("r+b") as file:
+        file.seek(places[spec.name])
+        for block in draw(spec, seed):
+            stored = block
+            if spec.dtype == FP8:
+                stored, scale = quantize(block)
+                scales.append(scale)
+            written += _write(file, stored)
+        if scales:
+            file.seek(places[spec.name + SCALE_SUFFIX])
+            written += _write(file, torch.cat(scales))
+    return written
+
+
+def _write(file: IO[bytes], values: Tensor) -> int:
+    return file.write(values.view(torch.uint8).numpy().data)
+
+
+def _texts(preset: Preset, storage: Storage, shards: list[Shard]) -> dict[str, bytes]:
+    """All other files by name: index, configs, tokenizer."""
     config = preset.stored_config(storage)
     text = config.text
-    generation = {
-        "_from_model_config": True,
-        "eos_token_id": list(text.eos_token_id),
-        "pad_token_id": text.pad_token_id,
-        "temperature": 1.0,
-        "top_p": 0.95,
-    }
-    files = {
-        "model.safetensors.index.json": _json(index),
+    weights = sorted((spec.name, shard.name) for shard in shards for spec in shard.tensors)
+    total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
+    released = resources.files("glmflash") / "data" / "glm-5.3-flash.generation_config.json"
+    generation = json.loads(released.read_text(encoding="utf-8"))
+    generation |= {"eos_token_id": list(text.eos_token_id), "pad_token_id": text.pad_token_id}
+    texts = {
+        INDEX_NAME: _json({"metadata": {"total_size": total}, "weight_map": dict(weights)}),
         "config.json": _json(config.to_dict()),
         "generation_config.json": _json(generation),
         **tokenizer_files(preset.tokenizer_size, text.max_position_embeddings),
     }
     if config.vision:
-        from glmflash.chat.processor import FILE, ProcessorConfig
-
-        files[FILE] = _json(ProcessorConfig().to_dict())
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
+        texts[PROCESSOR_FILE] = _json(ProcessorConfig().to_dict())
+    return {name: content.encode() for name, content in texts.items()}
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(value, indent=2) + "\n"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ class WeightStore:
         """Forget the maps; further reads raise RuntimeError. May be called twice."""
         self._maps = {}
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read so far; a later read fetches it again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for file in self._maps.values():
+                file.madvise(mmap.MADV_DONTNEED)
+
     def names(self) -> Iterable[str]:
         """All stored tensors, FP8 scales included."""
         return self._tensors.keys()
@@ -116,14 +123,17 @@ class WeightStore:
         scales = name + SCALE_SUFFIX
         return self.tensor(scales) if scales in self._tensors else None
 
-    def dense(self, name: str, dtype: torch.dtype) -> Tensor:
+    def dense(
+        self, name: str, dtype: torch.dtype, round_to: Literal["bf16", "none"] = "bf16"
+    ) -> Tensor:
         """The tensor in `dtype`: a view if it is stored so, else a copy.
 
-        FP8 weights are dequantised and rounded once to bf16 before the cast, as in the release.
+        FP8 weights are dequantised and, before the cast, rounded once to bf16 as transformers does
+        it; round_to="none" leaves that rounding out.
         """
         scale = self.scale(name)
         stored = self.tensor(name)
-        return (stored if scale is None else dequantize(stored, scale)).to(dtype)
+        return (stored if scale is None else dequantize(stored, scale, round_to=round_to)).to(dtype)
 
     def _check_scales(self) -> None:
         # Scales lie scattered between their weights: without this, the system reads ahead after

@@ -45,7 +45,8 @@ _WORDS = """
     thought both few those always show large often together asked house world going want school
     important until form food keep children feet land side without boy once animal life enough took
     four head above kind began almost live page got earth need far hand high year mother light
-    country father let night picture being study second soon story since white ever paper hard near sentence
+    country father let night picture being study second soon story since white ever paper hard
+    near sentence
     better best across during today however sure knew try told young sun thing whole hear example
     heard several change answer room sea against top turned learn point city play toward five using
     himself usually money seen car morning image video seconds color red green blue black square

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from glmflash import kernels
 from glmflash.kernels.checks import check_rows, check_tensor, is_bf16
-from glmflash.kernels.kda import reference
+from glmflash.kernels.kda import blocked
 
 __all__ = ["Kda", "State", "kda"]
 
 State = tuple[Tensor, Tensor]
-MOST_TAPS = 4
+MOST_TAPS = 4  # of the compiled kernels
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Kda:
         check_tensor("rate", self.rate, (self.heads,), torch.float32)
         check_tensor("dt_bias", self.dt_bias, (channels,), torch.float32)
         check_tensor("norm", self.norm, (self.dim,), torch.float32)
-        if not 2 <= taps <= MOST_TAPS:
-            raise ValueError(f"the kernels convolve over 2 to {MOST_TAPS} taps, not {taps}")
+        if taps < 2:
+            raise ValueError(f"a convolution has at least 2 taps, not {taps}")
 
     @property
     def heads(self) -> int:
@@ -87,10 +87,10 @@ def kda(
         raise ValueError(f"{len(states)} states and counts {list(counts)} for {rows} rows")
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype)
-    module = kernels.native(layer.kernel_set)
-    if module is None:
-        return out.copy_(reference.kda(layer, qkv, decay, beta, gate, states, counts))
     taps = len(layer.conv)
+    module = kernels.native(layer.kernel_set) if taps <= MOST_TAPS else None
+    if module is None:
+        return out.copy_(blocked.kda(layer, qkv, decay, beta, gate, states, counts))
     check_rows(rows, 3 * heads * dim, qkv.dtype, qkv)
     check_rows(rows, heads * dim, qkv.dtype, decay, gate, out)
     check_rows(rows, heads, qkv.dtype, beta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from glmflash.kernels.kda import Kda
 
 L2_EPS = 1e-6
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def kda(
@@ -24,15 +25,18 @@ def kda(
     states: Sequence[tuple[Tensor, Tensor]],
     counts: Sequence[int],
     compute: torch.dtype = torch.float32,
+    rule: Rule | None = None,
 ) -> Tensor:
     """As `glmflash.kernels.kda.kda`.
 
-    compute: the type between the roundings (fp64: the judge of every kernel).
+    compute: the type between the roundings (fp64: the judge of every kernel). rule: another form
+    of `delta_rule`.
     """
     outputs = []
     parts = (x.split(list(counts)) for x in (qkv, decay, beta, gate))
     for z, f, b, g, (conv, recurrent) in zip(*parts, states, strict=True):
-        out, state = _sequence(layer, z, f, b, conv, recurrent.to(compute))
+        state = recurrent.to(compute)
+        out, state = _sequence(layer, z, f, b, conv, state, rule or delta_rule)
         outputs.append(_gated_norm(layer, out.to(z.dtype).to(compute), g).to(z.dtype))
         conv.copy_(torch.cat([conv, z])[len(z) :])
         recurrent.copy_(state)
@@ -40,7 +44,7 @@ def kda(
 
 
 def _sequence(
-    layer: Kda, z: Tensor, f: Tensor, b: Tensor, conv: Tensor, state: Tensor
+    layer: Kda, z: Tensor, f: Tensor, b: Tensor, conv: Tensor, state: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Delta-rule outputs `[T, H, d]` and the new state `[H, d, d]`."""
     heads, dim, compute = layer.heads, layer.dim, state.dtype
@@ -51,9 +55,20 @@ def _sequence(
     beta = torch.sigmoid(b.to(compute)).to(z.dtype).to(compute)
     f = (f.to(compute) + layer.dt_bias.to(compute).flatten()).view(-1, heads, dim)
     log_decay = layer.lower_bound * torch.sigmoid(layer.rate.to(compute).view(-1, 1) * f)
-    outputs = [torch.empty(0, heads, dim, dtype=compute)]
-    for t in range(len(z)):
-        state = log_decay[t].exp().unsqueeze(-1) * state  # decay before the correction
+    return rule(q, k, v, log_decay, beta, state)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written, one step after another.
+
+    q, k, v, g `[T, H, d]` (g is the log decay), beta `[T, H]`, state `[H, d, d]`.
+    Returns outputs `[T, H, d]` and the new state.
+    """
+    outputs = [torch.empty(0, *q.shape[1:], dtype=q.dtype)]
+    for t in range(len(q)):
+        state = g[t].exp().unsqueeze(-1) * state  # decay before the correction
         recalled = torch.einsum("hkv,hk->hv", state, k[t])
         write = beta[t].unsqueeze(-1) * (v[t] - recalled)
         state = state + k[t].unsqueeze(-1) * write.unsqueeze(1)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from glmflash import kernels
 from glmflash.kernels.checks import check_rows, check_tensor, is_bf16
-from glmflash.kernels.kpool import reference
+from glmflash.kernels.kpool import blocked, reference
 
-__all__ = ["Pooling", "append", "quantize", "score", "select"]
+__all__ = ["Pooling", "append", "score", "select"]
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,12 @@ def append(
     return pools, left
 
 
-def quantize(pools: Tensor, kernel_set: str | None = None) -> tuple[Tensor, Tensor]:
-    """Pools `[P, d]` (d a multiple of 4) to int8: codes + 128 `[P, d]` uint8, scales `[P]` fp32.
-
-    Lossy: scores of such pools differ from the exact ones by about a percent, so pools that are
-    near the last kept place may change.
-    """
-    count, dim = pools.shape
-    module = kernels.native(kernel_set)
-    if module is None:
-        return reference.quantize(pools)
-    check_tensor("pools", pools, (count, dim), pools.dtype)
-    codes, scales = torch.empty(count, dim, dtype=torch.uint8), torch.empty(count)
-    call = module.pool_quantize_bf16 if is_bf16(pools) else module.pool_quantize_fp32
-    call(pools.data_ptr(), count, dim, codes.data_ptr(), scales.data_ptr())
-    return codes, scales
-
-
 def select(
     queries: Tensor,
     weights: Tensor,
     pools: Sequence[Tensor],
     starts: Sequence[int],
     counts: Sequence[int] | None = None,
-    scales: Sequence[Tensor] | None = None,
     *,
     kpool: int,
     top_pools: int,
@@ -111,71 +93,58 @@ def select(
     counts). A query at position t sees pools 0..(t+1)//kpool - 1 and keeps the `top_pools` best by
     `sum_h w_h relu(q_h . pool)`, equal scores by lower pool; with `tail` the tokens of its
     unfinished pool follow. Scores are fp32 sums of exact products. W = kpool * top_pools, and
-    kpool - 1 more with the tail.
-
-    scales: the pools are codes of `quantize`, with these scales; queries are then rounded to int8
-    too, a scale per head. Raises ValueError on shapes and types that do not fit.
+    kpool - 1 more with the tail. Raises ValueError on shapes and types that do not fit.
     """
     rows, heads = weights.shape
     dim = pools[0].shape[1]
     counts = [rows] if counts is None else counts
-    _check_queries(queries, weights, pools, scales)
+    scale = (heads * dim) ** -0.5
+    module = kernels.native(kernel_set)
+    _check_queries(queries, weights, pools, dim)
     if not len(pools) == len(starts) == len(counts) or sum(counts) != rows:
         raise ValueError(f"{len(pools)} sequences, starts {list(starts)}, counts {list(counts)}")
     for table, start, count in zip(pools, starts, counts, strict=True):
         if len(table) < (start + count) // kpool:
             raise ValueError(f"{len(table)} pools are too few for position {start + count - 1}")
-    module = kernels.native(kernel_set)
-    if module is None:
-        return reference.select(
-            queries, weights, pools, starts, counts, scales, kpool, top_pools, tail
-        )
     width = kpool * top_pools + (kpool - 1 if tail else 0)
+    if module is None:
+        parts = (queries.split(list(counts)), weights.split(list(counts)))
+        return torch.cat(
+            [
+                blocked.select(q, w.float() * scale, p, s, kpool, top_pools, tail)
+                for q, w, p, s in zip(*parts, pools, starts, strict=True)
+            ]
+        )
     out = torch.empty(rows, width, dtype=torch.int32)
     call = module.pool_select_bf16 if is_bf16(queries) else module.pool_select_fp32
     call(
         *(queries.data_ptr(), queries.stride(0), weights.data_ptr(), weights.stride(0)),
-        *(heads, dim, (heads * dim) ** -0.5, kpool, top_pools, tail, counts),
-        *([p.data_ptr() for p in pools], [s.data_ptr() for s in scales or ()] or [0] * len(pools)),
-        *(starts, out.data_ptr(), width),
+        *(heads, dim, scale, kpool, top_pools, tail),
+        *(counts, [p.data_ptr() for p in pools], starts, out.data_ptr(), width),
     )
     return out
 
 
-def score(
-    queries: Tensor,
-    weights: Tensor,
-    pools: Tensor,
-    scales: Tensor | None = None,
-    kernel_set: str | None = None,
-) -> Tensor:
+def score(queries: Tensor, weights: Tensor, pools: Tensor, kernel_set: str | None = None) -> Tensor:
     """The scores that `select` compares, fp32 `[T, P]`, of every pool for every query."""
     (rows, heads), (count, dim) = weights.shape, pools.shape
-    _check_queries(queries, weights, [pools], scales if scales is None else [scales])
+    _check_queries(queries, weights, [pools], dim)
+    scale = (heads * dim) ** -0.5
     module = kernels.native(kernel_set)
     if module is None:
-        return reference.score(queries, weights, pools, scales)
+        return reference.score(queries, weights.float() * scale, pools)
     out = torch.empty(rows, count)
     call = module.pool_scores_bf16 if is_bf16(queries) else module.pool_scores_fp32
     call(
         *(queries.data_ptr(), queries.stride(0), weights.data_ptr(), weights.stride(0)),
-        *(heads, dim, (heads * dim) ** -0.5, rows, pools.data_ptr()),
-        *(0 if scales is None else scales.data_ptr(), count, out.data_ptr()),
+        *(heads, dim, scale, rows, pools.data_ptr(), count, out.data_ptr()),
     )
     return out
 
 
-def _check_queries(
-    queries: Tensor, weights: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor] | None
-) -> None:
-    (rows, heads), dim = weights.shape, pools[0].shape[1]
+def _check_queries(queries: Tensor, weights: Tensor, pools: Sequence[Tensor], dim: int) -> None:
+    rows, heads = weights.shape
     check_rows(rows, heads * dim, queries.dtype, queries)
     check_rows(rows, heads, queries.dtype, weights)
     for table in pools:
-        check_tensor("pools", table, (len(table), dim), torch.uint8 if scales else queries.dtype)
-    if scales is None:
-        return
-    if dim % 4:
-        raise ValueError(f"int8 pools need a width that is a multiple of 4, not {dim}")
-    for table, scale in zip(pools, scales, strict=True):
-        check_tensor("scales", scale, (len(table),), torch.float32)
+        check_tensor("pools", table, (len(table), dim), queries.dtype)

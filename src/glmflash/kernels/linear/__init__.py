@@ -19,7 +19,6 @@ from glmflash.kernels.linear.reference import Stored
 __all__ = ["Weight", "linear", "matrix_row", "pack"]
 
 _KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
-_IS_BF16 = {torch.bfloat16: True, torch.float32: False}  # of activations
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class Weight:
     kernel_set: str
     fp32: bool
     module: ModuleType | None = field(repr=False)
-    table: Tensor = field(repr=False)  # what the kernel reads: one row per matrix
-    address: int = field(repr=False)  # of the table
-    held: tuple[Tensor, ...] = field(repr=False)  # everything that the table points at
+    table: Tensor = field(repr=False)
+    held: tuple[Tensor, ...] = field(repr=False)
 
     @classmethod
     def of(
@@ -78,7 +76,6 @@ class Weight:
             fp32=torch.float32 in kinds,
             module=module,
             table=table,
-            address=table.data_ptr(),
             held=held,
         )
 
@@ -130,42 +127,37 @@ def linear(
     A row of y depends on its row of x alone: not on the other rows, `packed`, or the threads.
     Raises ValueError on shapes and types that do not fit.
     """
-    shape, is_bf16 = x.shape, _IS_BF16.get(x.dtype)
-    if shape[-1] != weight.k or is_bf16 is None:
-        raise ValueError(f"x must be bf16 or fp32 [..., {weight.k}], not {x.dtype} {tuple(shape)}")
+    if x.shape[-1] != weight.k or x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"x must be bf16 or fp32 [..., {weight.k}], not {x.dtype} {tuple(x.shape)}"
+        )
     if weight.module is None:
-        return _reference(x, weight, out, dtype)
-    rows = x if len(shape) == 2 else x.reshape(-1, weight.k)
-    stride, dense = rows.stride()
-    if dense != 1:
-        rows, stride = rows.contiguous(), weight.k
-    count = rows.shape[0]
+        ys = [reference.quick(x, w, scale, dtype) for w, scale in weight.parts]
+        y = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
+        return y if out is None else out.copy_(y.view(out.shape))
+    rows = x if x.dim() == 2 else x.reshape(-1, weight.k)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     if out is None:
-        out = torch.empty((*shape[:-1], weight.n), dtype=dtype or x.dtype)
-        out_stride = weight.n
+        out = torch.empty((*x.shape[:-1], weight.n), dtype=dtype or x.dtype)
+        stride = weight.n
     else:
-        out_stride, dense = out.stride()
-        if out.shape != (count, weight.n) or dense != 1:
-            raise ValueError(f"out must be [{count}, {weight.n}], not {tuple(out.shape)}")
-    out_is_bf16 = _IS_BF16.get(out.dtype)
-    if out_is_bf16 is None:
+        if out.shape != (len(rows), weight.n) or out.stride(1) != 1:
+            raise ValueError(f"out must be [{len(rows)}, {weight.n}], not {tuple(out.shape)}")
+        stride = out.stride(0)
+    if out.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"y is bf16 or fp32, not {out.dtype}")
+    is_bf16 = x.dtype == torch.bfloat16
     weight.module.linear(
-        weight.address,
+        weight.table.data_ptr(),
         len(weight.parts),
         rows.data_ptr(),
         is_bf16,
-        count,
-        stride,
+        len(rows),
+        rows.stride(0),
         is_bf16 and not weight.fp32,
         out.data_ptr(),
-        out_is_bf16,
-        out_stride,
+        out.dtype == torch.bfloat16,
+        stride,
     )
     return out
-
-
-def _reference(x: Tensor, weight: Weight, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    ys = [reference.linear(x, w, scale, dtype) for w, scale in weight.parts]
-    y = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
-    return y if out is None else out.copy_(y.view(out.shape))

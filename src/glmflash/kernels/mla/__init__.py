@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glmflash import kernels
 from glmflash.kernels.checks import check_rows, check_tensor, is_bf16
-from glmflash.kernels.mla import reference
+from glmflash.kernels.mla import blocked
 
 __all__ = ["Latent", "mla"]
 
@@ -74,7 +74,7 @@ def mla(
         check_tensor("tokens", tokens, (rows, tokens.shape[1]), torch.int32)
     module = kernels.native(layer.kernel_set)
     if module is None:
-        return out.copy_(reference.mla(layer, q, latents, starts, counts, tokens))
+        return out.copy_(blocked.mla(layer, q, latents, starts, counts, tokens))
     check_rows(rows, layer.heads * layer.key_dim, q.dtype, q)
     check_rows(rows, layer.heads * layer.value_dim, q.dtype, out)
     for table, start, count in zip(latents, starts, counts, strict=True):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from glmflash import kernels
 from glmflash.kernels.linear import matrix_row, pack
+from glmflash.kernels.linear.reference import quick
 from glmflash.kernels.moe import reference
 from glmflash.kernels.moe.reference import Expert
 
 __all__ = ["Expert", "Experts", "moe"]
 
 _COLUMNS = 6  # of a matrix in the kernel's table
-_IS_BF16 = {torch.bfloat16: True, torch.float32: False}  # of activations
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Experts:
     kernel_set: str
     fp32: bool
     module: ModuleType | None = field(repr=False)
-    table: Tensor = field(repr=False)  # what the kernel reads: three rows per expert
-    address: int = field(repr=False)  # of the table
+    table: Tensor = field(repr=False)
     held: tuple[Tensor, ...] = field(repr=False)
 
     @classmethod
@@ -84,7 +83,6 @@ class Experts:
             fp32=torch.float32 in kinds,
             module=module,
             table=table,
-            address=table.data_ptr(),
             held=tuple(held),
         )
 
@@ -120,35 +118,54 @@ def moe(
     A row of y depends on its row of x alone. Raises ValueError on shapes and types that do not
     fit, IndexError on an id out of range, RuntimeError on an expert without weights.
     """
-    is_bf16 = _IS_BF16.get(x.dtype)
-    if x.dim() != 2 or x.shape[1] != experts.width or is_bf16 is None:
+    if (
+        x.dim() != 2
+        or x.shape[1] != experts.width
+        or x.dtype not in (torch.bfloat16, torch.float32)
+    ):
         raise ValueError(
             f"x must be bf16 or fp32 [T, {experts.width}], not {x.dtype} {tuple(x.shape)}"
         )
-    ids, weights = _choice(ids, weights, len(x))
+    if (ids is None) != (weights is None):
+        raise ValueError("ids and weights come together")
     if experts.module is None:
-        y = reference.moe(x, experts.routed, ids, weights, limit, experts.shared)
+        y = reference.moe(x, experts.routed, ids, weights, limit, experts.shared, quick)
         return y.to(dtype or x.dtype) if out is None else out.copy_(y)
+    tokens, top_k = len(x), 0
+    if ids is not None and weights is not None:
+        top_k = ids.shape[-1]
+        ids, weights = ids.contiguous(), weights.contiguous()
+        shapes = {tuple(ids.shape), tuple(weights.shape), (tokens, top_k)}
+        if len(shapes) > 1 or ids.dtype != torch.int64 or weights.dtype != torch.float32:
+            raise ValueError(
+                f"ids and weights must be int64 and fp32 [{tokens}, top_k], not {ids.dtype} "
+                f"{tuple(ids.shape)} and {weights.dtype} {tuple(weights.shape)}"
+            )
     if x.stride(1) != 1:
         x = x.contiguous()
     if out is None:
         out = torch.empty(x.shape, dtype=dtype or x.dtype)
-    if out.shape != x.shape or out.stride(1) != 1 or out.dtype not in _IS_BF16:
+    if (
+        out.shape != x.shape
+        or out.stride(1) != 1
+        or out.dtype not in (torch.bfloat16, torch.float32)
+    ):
         raise ValueError(
             f"out must be bf16 or fp32 {tuple(x.shape)}, not {out.dtype} {tuple(out.shape)}"
         )
+    is_bf16 = x.dtype == torch.bfloat16
     experts.module.moe(
-        experts.address,
+        experts.table.data_ptr(),
         len(experts.routed),
         experts.shared is not None,
         x.data_ptr(),
         is_bf16,
-        len(x),
+        tokens,
         experts.width,
         x.stride(0),
-        ids.shape[1],
-        ids.data_ptr(),
-        weights.data_ptr(),
+        top_k,
+        0 if ids is None else ids.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
         limit,
         is_bf16 and not experts.fp32,
         out.data_ptr(),
@@ -156,19 +173,3 @@ def moe(
         out.stride(0),
     )
     return out
-
-
-def _choice(ids: Tensor | None, weights: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-    """The choice of a router, checked; an empty one where there is none."""
-    if ids is None and weights is None:
-        return torch.empty(tokens, 0, dtype=torch.int64), torch.empty(tokens, 0)
-    if ids is None or weights is None:
-        raise ValueError("ids and weights come together")
-    shape = tuple(ids.shape)
-    fits = len(shape) == 2 and shape[0] == tokens and shape == tuple(weights.shape)
-    if not fits or ids.dtype != torch.int64 or weights.dtype != torch.float32:
-        raise ValueError(
-            f"ids and weights must be int64 and fp32 [{tokens}, top_k], not {ids.dtype} {shape} "
-            f"and {weights.dtype} {tuple(weights.shape)}"
-        )
-    return ids.contiguous(), weights.contiguous()
